@@ -1,0 +1,59 @@
+r"""ParallelSearch on the small world: a model of a million parameters learns to split questions, on two CPU cores.
+
+    python launch.py --config=configs/parallel_tiny.py            # train
+    python launch.py --config=configs/parallel_tiny.py:smoke      # the same in short
+    python launch.py --config=configs/parallel_tiny.py:eval       # evaluate the base only
+
+Everything is the real thing at small size: Qwen2's architecture, a byte-level BPE, FAISS, the multi-turn loop with its
+KV cache, the ParallelSearch reward (Eq. 3-7), GRPO with the document-token mask.
+"""
+
+import common
+
+
+def get_config(arg=None):
+    arg = common.parse_arg(arg, smoke=False, eval=False, seed=0)
+    config = common.base("parallel_tiny")
+    config.method = "parallel_search"
+    config.seed = arg.seed
+
+    # ---- Model and data, all in this repository.
+    config.model.path = str(common.TOY / "base")
+    config.data.train = str(common.TOY / "small_world" / "train.jsonl")
+    config.data.test = str(common.TOY / "small_world" / "test.jsonl")
+    config.protocol.prompt = "Question: {question}\n"  # the one the base was trained with
+
+    # ---- Retriever: so few dimensions that about one query in twenty misses its document.
+    config.retriever.corpus = str(common.TOY / "small_world" / "corpus.jsonl")
+    config.retriever.dim = 32
+    config.retriever.char_weight = 0.7
+    config.retriever.topk = 1
+
+    # ---- Rollout: a trajectory of the small world has about 110 tokens.
+    config.rollout.slots = 64
+    config.rollout.chunk = 8
+    config.rollout.max_turn_tokens = 40
+    config.rollout.max_total_tokens = 320
+    config.rollout.observation_tokens = 120
+
+    # ---- Reward: the constants of ParallelSearch's released experiment.
+    config.reward.update(lambda_d=0.15, lambda_s=0.35, lambda_f=0.1, alpha=3.0)
+
+    # ---- GRPO: 16 questions of 8 samples a step.
+    config.grpo.questions = 16
+    config.grpo.samples = 8
+    config.learner.micro_rows = 32
+    config.learner.logprob_chunk = 320
+    config.optimizer.lr = 2e-4
+    config.optimizer.warmup_steps = 3
+    config.train.steps = 30
+    config.train.buckets = (192, 320)
+    config.train.save_every = 10
+
+    if arg.smoke:
+        config.name += "_smoke"
+        config.train.steps = 3
+    if arg.eval:
+        config.name += "_eval"
+        config.train.steps = 0
+    return config

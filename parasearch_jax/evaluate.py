@@ -1,0 +1,86 @@
+"""Evaluation: the same rollout as in training, greedy, over the whole set; and the numbers read off episodes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from parasearch_jax.data import Question
+from parasearch_jax.data.metrics import cover_em, em, f1
+from parasearch_jax.protocol import Protocol
+from parasearch_jax.retrieval import Retriever
+from parasearch_jax.rewards.format import valid_by_provenance
+from parasearch_jax.rollout import Engine, Episode
+
+Subsets = dict[str, dict[str, float]]  # {subset: {"n", "em", ...}}, `E` of results.json
+
+
+def evaluate(
+    engine: Engine, questions: Sequence[Question], protocol: Protocol, retriever: Retriever
+) -> tuple[Subsets, list[Episode]]:
+    """One greedy episode of every question, and what they amount to."""
+    start = time.perf_counter()
+    episodes = engine.rollout(questions, protocol, retriever, temperature=0.0)
+    seconds = time.perf_counter() - start
+    subsets = summarize(episodes, questions, protocol)
+    for numbers in subsets.values():
+        numbers["seconds_per_question"] = seconds / len(questions)
+    return subsets, episodes
+
+
+def summarize(episodes: Sequence[Episode], questions: Sequence[Question], protocol: Protocol) -> Subsets:
+    """Means over the episodes of each subset: all, each kind and each data set that occurs.
+
+    `questions[i]` belongs to `episodes[i]`. em, f1, cover_em, valid_format are in [0, 1], dr* in percent of episodes,
+    turns are model calls an episode, searches and sub_queries executed ones.
+    """
+    numbers = [_numbers(e, q, protocol) for e, q in zip(episodes, questions, strict=True)]
+    subsets: dict[str, list[dict]] = {"all": numbers}
+    for key in ("kind", "dataset"):
+        for question, values in zip(questions, numbers, strict=True):
+            if getattr(question, key):
+                subsets.setdefault(getattr(question, key), []).append(values)
+    return {
+        name: {"n": len(rows), **{key: float(np.mean([row[key] for row in rows])) for key in rows[0]}}
+        for name, rows in subsets.items()
+    }
+
+
+def _numbers(episode: Episode, question: Question, protocol: Protocol) -> dict[str, float]:
+    searches, answer, golds = episode.searches, episode.answer, question.golden_answers
+    return {
+        "em": em(answer, golds),
+        "f1": f1(answer, golds),
+        "cover_em": cover_em(answer, golds),
+        "dr": 100.0 * any(len(s.queries) > 1 for s in searches),
+        "dr_first": 100.0 * (bool(searches) and len(searches[0].queries) > 1),
+        "dr_released": 100.0 * _decomposed_as_released(episode),
+        "turns": episode.turns,
+        "searches": len(searches),
+        "sub_queries": sum(len(s.queries) for s in searches),
+        "valid_format": float(valid_by_provenance(episode, protocol)),
+    }
+
+
+def _decomposed_as_released(episode: Episode) -> bool:
+    """Any `##` between search tags anywhere behind the prompt, as ParallelSearch's `infer_batch.py` counts."""
+    blocks = re.findall(r"<search>(.*?)</search>", episode.response, re.DOTALL)
+    return any("##" in block for block in blocks)
+
+
+def rollout_metrics(episodes: Sequence[Episode], questions: Sequence[Question], protocol: Protocol) -> dict[str, float]:
+    """The same numbers of a training batch, flat: "rollout/dr_parallel", "rollout/em", "rollout/stop_answer" ..."""
+    out: dict[str, float] = {}
+    for subset, numbers in summarize(episodes, questions, protocol).items():
+        suffix = "" if subset == "all" else f"_{subset}"
+        out |= {f"rollout/{key}{suffix}": value for key, value in numbers.items()}
+    share: Callable[[Callable], float] = lambda test: float(np.mean([test(e) for e in episodes]))  # noqa: E731
+    for reason in ("answer", "turns", "length"):
+        out[f"rollout/stop_{reason}"] = share(lambda e, reason=reason: e.stop_reason == reason)
+    out["rollout/tokens"] = share(lambda e: e.length())
+    out["rollout/dropped_queries"] = share(lambda e: e.dropped_queries)
+    out["rollout/failed_searches"] = share(lambda e: e.failed_searches)
+    return out

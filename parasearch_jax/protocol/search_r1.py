@@ -1,0 +1,15 @@
+"""Search-R1 (arXiv 2503.09516): one query a search."""
+
+from parasearch_jax.protocol.base import Protocol
+
+SEARCH_R1 = Protocol(
+    name="search_r1",
+    separator=None,
+    prompt=(
+        "Answer the question below. Whenever new information arrives, reason about it inside <think> and </think>. If "
+        "you lack knowledge, call a search engine with <search> query </search>; the best results come back between "
+        "<information> and </information>. You may search as often as you need. When you need nothing more, give the "
+        "answer inside <answer> and </answer> without explanation, for example <answer> Beijing </answer>. "
+        "Question: {question}\n"
+    ),
+)

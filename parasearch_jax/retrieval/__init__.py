@@ -1,0 +1,72 @@
+"""Search: corpus files, encoders, indexes, and retrievers behind one asynchronous interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from parasearch_jax.errors import UserError
+from parasearch_jax.retrieval.corpus import Document, fingerprint, load_corpus
+from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, Retriever, _checked_k
+
+__all__ = ["Document", "LocalRetriever", "Retriever", "open_retriever"]
+
+
+def open_retriever(config_or_directory: Mapping | str | os.PathLike) -> Retriever:
+    """The retriever that a mapping describes (a dict or an ml_collections ConfigDict).
+
+    {"kind": "local", "corpus": "corpus.jsonl", "encoder": "hashed", "topk": 1} encodes the corpus and holds a flat
+    index in memory; further keys are the encoder's settings (`hashed.HashedConfig`). `topk` is recorded in `.info`,
+    callers still pass k. UserError for an unknown kind, encoder or setting, a bad corpus, or a directory: directories
+    of built indexes come with `python -m parasearch_jax.retrieval.build`.
+    """
+    if isinstance(config_or_directory, str | os.PathLike):
+        raise UserError(
+            f"retriever {os.fspath(config_or_directory)!r}: this version opens no index directory; "
+            'give {"kind": "local", "corpus": path, "encoder": "hashed"}'
+        )
+    settings = dict(config_or_directory.items())  # a ConfigDict is no Mapping, but has items
+    return _choose("kind", settings, KINDS)(settings)
+
+
+def _open_local(settings: dict) -> Retriever:
+    from parasearch_jax.retrieval.index import FlatIndex  # imports FAISS, which remote retrievers do without
+
+    make_encoder = _choose("encoder", settings, ENCODERS)
+    path, topk = settings.pop("corpus", None), settings.pop("topk", None)
+    if path is None:
+        raise UserError('retriever of kind "local" needs a corpus: set retriever.corpus to the path of a jsonl file')
+    info = {"corpus_sha256": fingerprint(path)}
+    if topk is not None:
+        info["topk"] = _checked_k(topk)
+    documents = load_corpus(path)
+    passages = [document.contents for document in documents]
+    encoder, encoder_info = make_encoder(passages, settings)
+    vectors = encoder.encode(passages, kind="passage")
+    index = FlatIndex(vectors.shape[1])
+    index.add(vectors)
+    return LocalRetriever(documents, encoder, index, info | encoder_info)
+
+
+def _hashed(passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
+    from parasearch_jax.retrieval.hashed import HashedConfig, HashedEncoder
+
+    known = [field.name for field in dataclasses.fields(HashedConfig)]
+    if unknown := sorted(set(settings) - set(known)):
+        names = ", ".join(["kind", "corpus", "encoder", "topk", *known])
+        raise UserError(f"unknown retriever setting {', '.join(map(repr, unknown))}; known: {names}")
+    config = HashedConfig(**settings)
+    return HashedEncoder(passages, config), {"encoder": "hashed", **dataclasses.asdict(config)}
+
+
+def _choose(key: str, settings: dict, known: Mapping[str, Callable]) -> Callable:
+    """What `settings[key]` names; the key is taken out, so that what is left at the end is unknown."""
+    name = settings.pop(key, None)
+    if name not in known:
+        raise UserError(f"retriever.{key} is {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
+ENCODERS = {"hashed": _hashed}  # name -> (passages, settings left) -> (encoder, what it adds to info)
+KINDS = {"local": _open_local}  # name -> (settings left) -> retriever

@@ -1,0 +1,154 @@
+"""From episodes to one padded batch. Every mask of the package is made here, from `Segment.source`.
+
+Axes: B batch (rows), T tokens. Rows are left-aligned, so padding is on the right and causal attention never sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from parasearch_jax.errors import UserError
+from parasearch_jax.rollout.types import Episode
+
+Reward = tuple[dict[str, float], Sequence[tuple[int, float]] | None]  # (parts, steps), as design section 3 has them
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What an update reads. Index t speaks of token t: `logprobs[b, t] = log p(ids[b, t] | ids[b, :t])`.
+
+    ids: int32 [B, T], token ids as they stood in the model's context; `pad_id` behind the end.
+    positions: int32 [B, T], 0 1 2 ... in every row, padding included.
+    policy_mask: float32 [B, T], 1 where the policy sampled the id, 0 on prompt, documents, notices and padding.
+    logprobs: float32 [B, T], the sampler's log p of each policy id at the sampling temperature, 0 elsewhere.
+    rewards: float32 [B, T], the total on the last policy token, step rewards on the last token of their action.
+    lengths: int32 [B], ids in the row without padding; 0 for a row that only fills up a micro-batch.
+    group: int32 [B], rows of one question have one number, smaller than B.
+    version: int32 [B], version of the weights that sampled the row.
+    """
+
+    ids: jax.Array
+    positions: jax.Array
+    policy_mask: jax.Array
+    logprobs: jax.Array
+    rewards: jax.Array
+    lengths: jax.Array
+    group: jax.Array
+    version: jax.Array
+
+
+def build_batch(
+    episodes: Sequence[Episode],
+    rewards: Sequence[Reward],
+    buckets: tuple[int, ...],
+    pad_id: int = 0,
+    rows: int = 1,
+) -> Batch:
+    """Episodes and their rewards as a batch of numpy arrays, one row an episode, in the order given.
+
+    T is the smallest of `buckets` that holds the longest episode; B is filled up to a multiple of `rows` with rows of
+    mask 0. `rewards[i]` is (parts, steps) of episode i. An episode without policy tokens becomes a row of mask 0.
+    Raises UserError for an episode longer than every bucket (nothing is cut), ValueError for an episode that cannot be
+    trained on as it is: no ids, lists of unequal length, no question id, a reward that is not finite.
+    """
+    if not episodes:
+        raise ValueError("build_batch got 0 episodes: a batch needs at least one")
+    names = [f"episode {i} (question {e.question_id!r}, sample {e.sample})" for i, e in enumerate(episodes)]
+    T = _bucket(names, [e.length() for e in episodes], buckets)
+    B = math.ceil(len(episodes) / rows) * rows
+    batch = _blank(B, T, pad_id)
+    groups: dict[str, int] = {}
+    for b, (name, episode, reward) in enumerate(zip(names, episodes, rewards, strict=True)):
+        ids, mask, logprobs, ends = _flatten(name, episode)
+        n = len(ids)
+        batch.ids[b, :n], batch.policy_mask[b, :n], batch.logprobs[b, :n] = ids, mask, logprobs
+        for t, value in _placed(name, episode, reward, mask, ends):
+            batch.rewards[b, t] += value
+        batch.lengths[b], batch.version[b] = n, episode.version
+        batch.group[b] = groups.setdefault(_question_id(name, episode), len(groups))
+    batch.group[len(episodes) :] = len(groups)  # fits: there is such a row only if B > episodes >= groups
+    return batch
+
+
+def _bucket(names: list[str], lengths: list[int], buckets: tuple[int, ...]) -> int:
+    longest = int(np.argmax(lengths))
+    fitting = [size for size in buckets if size >= lengths[longest]]
+    if not fitting:
+        raise UserError(
+            f"{names[longest]} has {lengths[longest]} tokens, the largest bucket holds {max(buckets, default=0)}: "
+            "add a larger bucket or lower the rollout's token budget (episodes are never cut)"
+        )
+    return min(fitting)
+
+
+def _blank(B: int, T: int, pad_id: int) -> Batch:
+    return Batch(
+        ids=np.full((B, T), pad_id, np.int32),
+        # Padding goes on counting: a mask that compares positions then hides it from the tokens before it.
+        positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        policy_mask=np.zeros((B, T), np.float32),
+        logprobs=np.zeros((B, T), np.float32),
+        rewards=np.zeros((B, T), np.float32),
+        lengths=np.zeros(B, np.int32),
+        group=np.zeros(B, np.int32),
+        version=np.zeros(B, np.int32),
+    )
+
+
+def _flatten(name: str, episode: Episode) -> tuple[list[int], list[float], list[float], list[int]]:
+    """Ids, mask and log-probs of all segments in one line, and the end of each segment in it.
+
+    Example: prompt (7 8), policy (3 4), docs (9) -> [7 8 3 4 9], [0 0 1 1 0], [0 0 p p 0], ends [2 4 5].
+    """
+    ids, mask, logprobs, ends = [], [], [], []
+    for i, segment in enumerate(episode.segments):
+        sampled = segment.source == "policy"
+        if segment.ids is None or (sampled and segment.logprobs is None):
+            lacking = "ids" if segment.ids is None else "log-probs"
+            raise ValueError(
+                f"{name}: {segment.source} segment {i} has no {lacking}; only episodes from a rollout can be trained on"
+            )
+        ids += segment.ids
+        mask += [float(sampled)] * len(segment.ids)
+        logprobs += segment.logprobs if sampled else [0.0] * len(segment.ids)
+        ends.append(len(ids))
+    if not len(ids) == len(logprobs) == len(mask):
+        raise ValueError(f"{name}: {len(ids)} ids, {len(logprobs)} log-probs, {len(mask)} mask entries; must be equal")
+    if mask and mask[0]:
+        raise ValueError(f"{name} starts with a policy id, which nothing predicts: put at least one prompt id first")
+    return ids, mask, logprobs, ends
+
+
+def _placed(name: str, episode: Episode, reward: Reward, mask: list[float], ends: list[int]):
+    """(index, value) of the total and of each step reward."""
+    parts, steps = reward
+    values = [*parts.values(), *(value for _, value in steps or ())]
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{name}: reward {parts}, steps {steps} is not finite; mend the reward function")
+    policy = np.flatnonzero(mask)
+    if policy.size:
+        yield policy[-1], sum(parts.values())
+    for action, value in steps or ():
+        yield _last_token(name, episode, action, mask, ends), value
+
+
+def _last_token(name: str, episode: Episode, action: int, mask: list[float], ends: list[int]) -> int:
+    """Index of the last token of an action's segment."""
+    if not 0 <= action < len(episode.actions):
+        raise ValueError(f"{name}: step reward for action {action}, but the episode has {len(episode.actions)} actions")
+    segment = episode.actions[action].span[0]
+    if not episode.segments[segment].ids or not mask[ends[segment] - 1]:
+        raise ValueError(f"{name}: action {action} points at segment {segment}, which holds no policy token")
+    return ends[segment] - 1
+
+
+def _question_id(name: str, episode: Episode) -> str:
+    if not episode.question_id:
+        raise ValueError(f"{name} has no question_id: set it, the groups of GRPO are formed by it")
+    return episode.question_id

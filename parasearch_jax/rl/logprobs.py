@@ -1,0 +1,75 @@
+"""Log-probs and entropies of given ids, without ever holding the logits of a whole batch.
+
+Axes: B batch, T tokens, D model, V vocab.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from parasearch_jax.models import decoder
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    chunk: int,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """log p of `targets` and the entropy of the distribution they come from, both float32 [B, T].
+
+    `hidden` [B, T, D] is the state that predicts `targets` int32 [B, T]; `head` [D, V]. Logits are divided by
+    `temperature` for both results. Peak extra memory is B * chunk * V * 4 bytes, in the backward pass as well; `chunk`
+    need not divide T. The entropy carries a gradient only with `entropy_grad`.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature} in a log-prob: give the temperature (> 0) that the ids came from")
+    B, T = targets.shape
+    chunk = min(chunk, T)
+
+    def split(x):  # [B, T, ...] -> [T / chunk, B, chunk, ...]; T is cut, never B, which may be sharded
+        x = jnp.pad(x, [(0, 0), (0, -T % chunk)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+
+    def body(_, xs):
+        h, y = xs
+        # The head is cast here and not outside, so that the scan sums its gradient in the head's own precision.
+        logits = jnp.einsum("btd,dv->btv", h, head.astype(h.dtype), preferred_element_type=jnp.float32) / temperature
+        hit = jnp.arange(logits.shape[-1]) == y[..., None]  # a masked sum stays local when V is sharded, a gather not
+        logprob = jnp.where(hit, logits, 0.0).sum(-1) - jax.nn.logsumexp(logits, -1)
+        return None, (logprob, _entropy(logits if entropy_grad else jax.lax.stop_gradient(logits)))
+
+    # prevent_cse: only needed outside a scan, where it costs speed.
+    _, out = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), None, (split(hidden), split(targets)))
+    logprobs, entropy = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in out)
+    return logprobs, entropy
+
+
+def _entropy(logits: jax.Array) -> jax.Array:
+    lse = jax.nn.logsumexp(logits, -1)
+    return lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, -1)
+
+
+def sequence_logprobs(
+    params,
+    cfg: decoder.DecoderConfig,
+    ids: jax.Array,
+    positions: jax.Array,
+    temperature: float,
+    chunk: int,
+    remat: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """log p(ids[b, t] | ids[b, :t]) and the entropy of that distribution, float32 [B, T]; both 0 at t = 0.
+
+    `ids` and `positions` int32 [B, T]. Values at padding are meaningless and masked by the caller.
+    """
+    hidden = decoder.forward(params, cfg, ids, positions, remat=remat)
+    # The state at t predicts token t + 1. Rolling keeps T, and thus the chunks, whole; the last column is thrown away.
+    targets = jnp.roll(ids, -1, axis=1)
+    out = token_logprobs(hidden, decoder.head(params, cfg), targets, chunk, temperature, entropy_grad)
+    logprobs, entropy = (jnp.pad(x[:, :-1], [(0, 0), (1, 0)]) for x in out)
+    return logprobs, entropy

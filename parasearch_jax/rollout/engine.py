@@ -1,0 +1,410 @@
+"""The engine: many episodes over few slots, decoding in chunks on device while searches are under way.
+
+The engine owns one event loop in a thread of its own, so `rollout` and `generate` work from a script and from inside a
+running loop (Jupyter) alike. The device runs in a second thread; the loop never waits for it.
+
+    free slot <- question            extend (prompt)
+    decode_chunk for all slots       a turn ends -> parse -> search | notice | end
+    search -> documents              extend (documents), the slot decodes again; the others never waited
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parasearch_jax.data import Question
+from parasearch_jax.errors import UserError
+from parasearch_jax.protocol import Protocol, get_protocol
+from parasearch_jax.retrieval import Document, Retriever
+from parasearch_jax.rollout import sampler, stops
+from parasearch_jax.rollout.observation import build_observation
+from parasearch_jax.rollout.types import Answer, Episode, Invalid, Search, Segment
+from parasearch_jax.sharding.layout import to_sampler
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Limits of an episode and of the engine. All lengths are in tokens."""
+
+    slots: int = 64  # episodes under way at once
+    chunk: int = 16  # decode steps on device between two looks of the host
+    max_turns: int = 4  # searches and invalid actions; then one forced final generation
+    max_turn_tokens: int = 500
+    max_total_tokens: int = 4096  # prompt, turns and observations together
+    observation_tokens: int = 500
+    observation_variant: str = "paper"  # or "released", see observation.py
+    topk: int = 3  # documents per sub-query
+    deterministic: bool = True  # await all outstanding searches before the next chunk
+
+
+@dataclasses.dataclass
+class _Run:
+    """One episode under way."""
+
+    episode: Episode
+    prompt: tuple[str, list[int]]
+    key: int  # number folded into the run key
+    fed: int = 0  # tokens in the slot's cache
+    pending: int | None = None  # the last token, not yet in the cache
+    ids: list[int] = dataclasses.field(default_factory=list)  # of the turn under way
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+
+class Engine:
+    """Generates episodes with the weights last given to `sync`.
+
+    `stats` counts since the last `pop_stats`: seconds of prefill, decode and wait, tokens prefilled and sampled, decode
+    steps, sub-queries sent and failed, observation blocks cut.
+    """
+
+    def __init__(self, model, config: RolloutConfig | None = None, seed: int = 0, **changes):
+        """`model` as `models.load_model` returns it; `changes` are fields of RolloutConfig (Engine(model, slots=8))."""
+        self.config = dataclasses.replace(config or RolloutConfig(), **changes)
+        self.model_config, self.tokenizer = model.config, model.tokenizer
+        self._vocabulary = stops.token_bytes(self.tokenizer)
+        if len(self._vocabulary) > model.config.vocab_size:
+            raise UserError(
+                f"The tokenizer has {len(self._vocabulary)} tokens, the model only {model.config.vocab_size}. "
+                "Take the tokenizer that belongs to the model."
+            )
+        self._tables: dict[Protocol | None, jax.Array] = {}
+        self._key = jax.random.key(seed)
+        self._state = None
+        self.stats: dict[str, float] = {}
+        self._layout = jax.jit(to_sampler, static_argnames="dtype")
+        self.sync(model.params, version=0)
+        self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
+        self._busy = asyncio.Lock()  # one job at a time; held in the loop, so that an interrupted caller can't drop it
+
+    def sync(self, params, version: int) -> None:
+        """Takes new weights in the trainer's layout; episodes carry `version` from now on."""
+        dtype = self.model_config.dtype
+        self._params, self.version = self._layout(params, dtype=dtype), version
+
+    def rollout(
+        self,
+        questions: Sequence[Question],
+        protocol: str | Protocol,
+        retriever: Retriever,
+        *,
+        samples: int = 1,
+        temperature: float = 1.0,
+        step: int = 0,
+    ) -> list[Episode]:
+        """`samples` episodes of each question, ordered by (question, sample), however they finish.
+
+        Random numbers depend on (seed, step, question id, sample, position) only. temperature 0 is greedy.
+        """
+        protocol = get_protocol(protocol)
+        if retriever is None:
+            raise ValueError(f"rollout: protocol {protocol.name!r} searches; give a retriever")
+        prompts = [self._prompt(protocol.render_prompt(q.text)) for q in questions]
+        runs = [
+            _Run(Episode(question_id=q.id, sample=i, version=self.version), prompt, _run_number(q.id, i))
+            for q, prompt in zip(questions, prompts, strict=True)
+            for i in range(samples)
+        ]
+        return self._submit(runs, protocol, retriever, temperature, step, self.config.max_turn_tokens)
+
+    def generate(
+        self, prompts: Sequence[str], max_new_tokens: int = 128, temperature: float = 1.0, step: int = 0
+    ) -> list[Episode]:
+        """One plain continuation of each prompt, up to an end token; no tags, no search, no chat template."""
+        runs = [
+            _Run(Episode(question_id=str(i), version=self.version), (text, self._encode(text)), i)
+            for i, text in enumerate(prompts)
+        ]
+        return self._submit(runs, None, None, temperature, step, max_new_tokens)
+
+    def pop_stats(self) -> dict[str, float]:
+        stats, self.stats = self.stats, {}
+        return stats
+
+    def close(self) -> None:
+        """Ends the engine's two threads; calling it again does nothing."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._device.shutdown()
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    def _submit(self, runs, protocol, retriever, temperature, step, turn_tokens) -> list[Episode]:
+        for run in runs:
+            if not run.prompt[1]:
+                raise UserError(f"The prompt of question {run.episode.question_id!r} is empty: give it some text.")
+            if len(run.prompt[1]) >= self.config.max_total_tokens:
+                raise UserError(
+                    f"The prompt of question {run.episode.question_id!r} has {len(run.prompt[1])} tokens, "
+                    f"rollout.max_total_tokens is {self.config.max_total_tokens}: raise it or shorten the prompt."
+                )
+        job = _Job(self, protocol, retriever, temperature, step, turn_tokens)
+        future = asyncio.run_coroutine_threadsafe(job.run(runs), self._loop)
+        try:
+            future.result()
+        except BaseException:  # Ctrl-C too
+            future.cancel()
+            raise
+        return [run.episode for run in runs]
+
+    def _table(self, protocol: Protocol | None) -> jax.Array:
+        if protocol not in self._tables:
+            table = stops.build_stops(protocol, self._vocabulary, self.model_config.eos_token_ids)
+            unused = self.model_config.vocab_size - table.shape[1]  # rows past the tokenizer: end the turn
+            self._tables[protocol] = jnp.asarray(np.pad(table, ((0, 0), (0, unused)), constant_values=len(table) - 1))
+        return self._tables[protocol]
+
+    def _prompt(self, text: str) -> tuple[str, list[int]]:
+        """(text, ids) of a prompt, in the tokenizer's chat template where it has one (Search-R1 does so for base models
+        too)."""
+        if getattr(self.tokenizer, "chat_template", None):
+            message = [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return text, self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        self.stats[name] = self.stats.get(name, 0) + amount
+
+
+class _Job:
+    """One call of `rollout` or `generate`: which run sits in which slot, and what each waits for."""
+
+    def __init__(self, engine: Engine, protocol, retriever, temperature, step, turn_tokens):
+        self.engine, self.protocol, self.retriever = engine, protocol, retriever
+        self.config, self.turn_tokens = engine.config, turn_tokens
+        self.temperature = jax.device_put(np.float32(temperature))
+        self.table = engine._table(protocol)
+        self.step_key = jax.random.fold_in(engine._key, jax.device_put(np.uint32(step)))
+        self.free = list(range(self.config.slots))[::-1]
+        self.slots: dict[int, _Run] = {}
+        self.active: set[int] = set()  # slots that decode
+        self.waiting: dict[asyncio.Task, int] = {}  # searches under way, by slot
+
+    async def run(self, runs: Sequence[_Run]) -> None:
+        async with self.engine._busy:
+            try:
+                await self._run(runs)
+            except BaseException:  # what is on the device belongs to episodes that nobody will finish
+                self.engine._state = None
+                raise
+            finally:
+                for task in self.waiting:
+                    task.cancel()
+
+    async def _run(self, runs: Sequence[_Run]) -> None:
+        engine, queue = self.engine, deque(runs)
+        if engine._state is None:
+            engine._state = sampler.init_state(engine.model_config, self.config.slots, self.config.max_total_tokens)
+        feeds: list[tuple[int, Segment]] = []  # segments to append to slots, each of which then starts a turn
+        while queue or self.slots:
+            while queue and self.free:
+                slot = self.free.pop()
+                self.slots[slot] = queue.popleft()
+                text, ids = self.slots[slot].prompt
+                feeds.append((slot, Segment("prompt", text, tuple(ids))))
+            feeds += await self._documents(idle=not feeds and not self.active)
+            if feeds:
+                await self._on_device("prefill", self._extend, feeds)
+            ended = await self._on_device("decode", self._decode) if self.active else []
+            feeds = [(slot, notice) for slot in ended if (notice := self._end_turn(slot)) is not None]
+
+    def _end_turn(self, slot: int) -> Segment | None:
+        """Acts on a finished turn: starts its search, ends the episode, or returns the notice that the policy gets."""
+        run, engine = self.slots[slot], self.engine
+        episode, text = run.episode, engine._decode(run.ids)
+        episode.segments.append(Segment("policy", text, tuple(run.ids), tuple(run.logprobs)))
+        run.ids, run.logprobs = [], []
+        full = run.fed + 1 >= self.config.max_total_tokens
+        if self.protocol is None:
+            ended = episode.segments[-1].ids[-1] in engine.model_config.eos_token_ids
+            return self._finish(slot, "eos" if ended else "length")
+        parsed = self.protocol.parse(text, segment=len(episode.segments) - 1)
+        action, forced = parsed.action, episode.turns > self.config.max_turns
+        if (forced or full) and isinstance(action, Search):  # the last generation can only answer
+            action = Invalid(action.span)
+        episode.actions.append(action)
+        episode.dropped_queries += parsed.dropped_queries
+        if isinstance(action, Answer):
+            return self._finish(slot, "answer")
+        if full or forced:
+            return self._finish(slot, "length" if full else "turns")
+        if isinstance(action, Search):
+            self.waiting[asyncio.create_task(self._search(action.queries))] = slot
+            return None
+        return self._append(slot, Segment("notice", self.protocol.notice, tuple(engine._encode(self.protocol.notice))))
+
+    async def _search(self, queries: Sequence[str]) -> list[list[Document] | Exception]:
+        """Results of all sub-queries, which are in flight together; a failed one gives its exception."""
+
+        async def one(query: str) -> list[Document]:
+            (documents,) = await self.retriever.search([query], self.config.topk)
+            return documents
+
+        return await asyncio.gather(*map(one, queries), return_exceptions=True)
+
+    def _observe(self, slot: int, results: list[list[Document] | Exception]) -> Segment | None:
+        """The docs segment of a search's results."""
+        failed = [result for result in results if isinstance(result, BaseException)]
+        for error in failed:
+            log.warning("a search failed and brings no document: %r", error)
+        episode = self.slots[slot].episode
+        episode.failed_searches += len(failed)
+        self.engine._count("queries/sent", len(results))
+        self.engine._count("queries/failed", len(failed))
+        documents = [[] if isinstance(result, BaseException) else result for result in results]
+        budget, variant = self.config.observation_tokens, self.config.observation_variant
+        text, ids, cut = build_observation(self.protocol, self.engine.tokenizer, documents, budget, variant)
+        self.engine._count("observations/cut", cut)
+        segment = self._append(slot, Segment("docs", text, tuple(ids)))
+        if segment is None:  # no room: a search without documents behind it doesn't count (see Episode.from_text)
+            episode.actions[-1] = Invalid(episode.actions[-1].span)
+        return segment
+
+    def _append(self, slot: int, segment: Segment) -> Segment | None:
+        """The segment, if it leaves room for a token behind it; otherwise the episode ends."""
+        if self.slots[slot].fed + 1 + len(segment.ids) < self.config.max_total_tokens:
+            return segment
+        return self._finish(slot, "length")
+
+    def _finish(self, slot: int, reason: str) -> None:
+        self.slots.pop(slot).episode.stop_reason = reason
+        self.free.append(slot)
+
+    async def _on_device(self, phase: str, function, *args):
+        start = time.perf_counter()
+        call = asyncio.get_running_loop().run_in_executor(self.engine._device, function, *args)
+        try:
+            out = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait([call])  # it writes the engine's state, so nothing may start before it has ended
+            raise
+        self.engine._count(f"seconds/{phase}", time.perf_counter() - start)
+        return out
+
+    async def _documents(self, idle: bool) -> list[tuple[int, Segment]]:
+        """Documents that have arrived. Waits for all in deterministic mode, for one when nothing else is to do."""
+        if not self.waiting:
+            return []
+        start = time.perf_counter()
+        if self.config.deterministic:
+            await asyncio.wait(self.waiting)
+        elif idle:
+            await asyncio.wait(self.waiting, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(0)
+        self.engine._count("seconds/wait", time.perf_counter() - start)
+        # In slot order, so that the batch does not depend on who answered first.
+        done = sorted((task for task in self.waiting if task.done()), key=self.waiting.__getitem__)
+        feeds = []
+        for task in done:
+            slot = self.waiting.pop(task)
+            segment = self._observe(slot, task.result())
+            if segment is not None:
+                feeds.append((slot, segment))
+        return feeds
+
+    # ------------------------------------------------------------------------------------------------- device thread
+
+    def _extend(self, feeds: list[tuple[int, Segment]]) -> None:
+        """Appends each segment to its slot. Few sizes of call, so that few programs are compiled."""
+        engine, config = self.engine, self.config
+        rows = []
+        for slot, segment in feeds:
+            run, ids = self.slots[slot], list(segment.ids)
+            if run.pending is not None:
+                ids = [run.pending, *ids]
+            run.episode.segments.append(segment)
+            left = min(self.turn_tokens, config.max_total_tokens - run.fed - len(ids))
+            rows.append((slot, ids[:-1], run.fed, ids[-1], left, run.key))
+            run.fed, run.pending = run.fed + len(ids) - 1, ids[-1]
+            engine._count("tokens/prefilled", len(segment.ids))
+        count = _bucket(len(rows), 8, config.slots)
+        tokens = _bucket(max(len(r[1]) for r in rows), 16, config.max_total_tokens)
+        pad = (config.slots, [], 0, 0, 0, 0)
+        slots, ids, starts, pending, left, keys = zip(*rows, *[pad] * (count - len(rows)), strict=True)
+        feed = {
+            "rows": np.asarray(slots, np.int32),
+            "ids": np.asarray([row + [0] * (tokens - len(row)) for row in ids], np.int32),
+            "count": np.asarray([len(row) for row in ids], np.int32),
+            "start": np.asarray(starts, np.int32),
+            "pending": np.asarray(pending, np.int32),
+            "left": np.asarray(left, np.int32),
+        }
+        window = self._window(max(run[2] + len(run[1]) for run in rows))
+        keys = _fold_all(self.step_key, jax.device_put(np.asarray(keys, np.uint32)))
+        feed = {**jax.device_put(feed), "key": keys}
+        engine._state = sampler.extend(engine._params, engine._state, feed, cfg=engine.model_config, window=window)
+        jax.block_until_ready(engine._state.length)
+        self.active.update(slot for slot, _ in feeds)
+
+    def _decode(self) -> list[int]:
+        """One chunk; the slots whose turn has ended, in order."""
+        engine, steps = self.engine, self.config.chunk
+        before = {slot: self.slots[slot].fed for slot in self.active}
+        engine._state, out = sampler.decode_chunk(
+            engine._params,
+            engine._state,
+            self.table,
+            self.temperature,
+            cfg=engine.model_config,
+            steps=steps,
+            window=self._window(max(before.values()) + steps),
+        )
+        length, active, out = jax.device_get((engine._state.length, engine._state.active, out))
+        for slot, fed in before.items():
+            run, n = self.slots[slot], int(length[slot]) - fed
+            run.fed += n
+            run.ids += out["tokens"][:n, slot].tolist()
+            run.logprobs += out["logprobs"][:n, slot].tolist()
+            run.pending = run.ids[-1]
+        engine._count("tokens/sampled", sum(int(length[slot]) - fed for slot, fed in before.items()))
+        engine._count("decode_steps", int(out["steps"]))
+        self.active = {slot for slot in self.active if active[slot]}
+        return sorted(set(before) - self.active)
+
+    def _window(self, tokens: int) -> int:
+        return _bucket(tokens, 64, self.config.max_total_tokens)
+
+
+def _bucket(n: int, smallest: int, largest: int) -> int:
+    """The smallest of smallest * 2^i, capped at `largest`, that holds n."""
+    size = smallest
+    while size < n:
+        size *= 2
+    return min(size, largest)
+
+
+def _run_number(question_id: str, sample: int) -> int:
+    """A number for (question, sample) that is the same in every process and batch."""
+    return zlib.crc32(f"{question_id}\n{sample}".encode())
+
+
+@jax.jit
+def _fold_all(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    """One key per number [R]."""
+    return jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)

@@ -1,0 +1,164 @@
+"""The two jitted functions of the sampler: `extend` feeds given tokens, `decode_chunk` samples new ones.
+
+Axes: S slots, R rows of a call, T tokens of a row, N steps of a chunk, V vocab.
+
+A slot's last token is always pending: known, but not yet in the cache. `decode_chunk` feeds it to learn what comes
+next, `extend` feeds it in front of what it appends. So no logits have to be kept between calls, and a closing tag costs
+no forward pass of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from parasearch_jax.models import decoder
+from parasearch_jax.models.decoder import DecoderConfig, Params
+from parasearch_jax.rollout import kv_cache, stops
+
+BLOCK = 64  # tokens of a block in the two-level search; near the square root of a small vocabulary
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "length", "token", "state", "left", "active", "key"],
+    meta_fields=[],
+)
+@dataclasses.dataclass
+class SamplerState:
+    """All slots. Waiting and finished slots are not `active`; they idle through a chunk unchanged."""
+
+    cache: kv_cache.Cache
+    length: jax.Array  # int32 [S]; tokens in the cache
+    token: jax.Array  # int32 [S]; the pending token
+    state: jax.Array  # int32 [S]; automaton state of the turn
+    left: jax.Array  # int32 [S]; tokens the turn may still sample
+    active: jax.Array  # bool [S]
+    key: jax.Array  # key [S]; of the episode, folded with the position for each token
+
+
+def init_state(cfg: DecoderConfig, slots: int, cells: int) -> SamplerState:
+    zeros = lambda: jnp.zeros(slots, jnp.int32)  # noqa: E731  (donated, so one array each)
+    return SamplerState(
+        cache=kv_cache.init_cache(cfg, slots, cells),
+        length=zeros(),
+        token=zeros(),
+        state=zeros(),
+        left=zeros(),
+        active=jnp.zeros(slots, bool),
+        key=jax.random.split(jax.random.key(0), slots),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "window"), donate_argnames="state")
+def extend(params: Params, state: SamplerState, feed: dict, *, cfg: DecoderConfig, window: int) -> SamplerState:
+    """Appends tokens to slots and starts a turn in each.
+
+    feed: {"rows" int32 [R] (S: a padding row), "ids" int32 [R,T], "count" int32 [R] (valid ids), "start" int32 [R]
+    (cells already filled), "pending" int32 [R] (the token after the ids), "left" int32 [R], "key" key [R]}. Prompts
+    (start 0) and documents alike. The window must hold start + count.
+    """
+    rows, T = feed["rows"], feed["ids"].shape[1]
+    offsets = jnp.arange(T, dtype=jnp.int32)
+    positions = jnp.where(offsets < feed["count"][:, None], feed["start"][:, None] + offsets, -1)
+    attend = kv_cache.Attend(state.cache, rows, positions, window)
+    decoder.forward_layers(params, cfg, feed["ids"], jnp.maximum(positions, 0), attend)
+    put = lambda old, new: old.at[rows].set(new, mode="drop")  # noqa: E731
+    return SamplerState(
+        cache=attend.cache,
+        length=put(state.length, feed["start"] + feed["count"]),
+        token=put(state.token, feed["pending"]),
+        state=put(state.state, stops.START),
+        left=put(state.left, feed["left"]),
+        active=put(state.active, True),
+        key=put(state.key, feed["key"]),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "steps", "window"), donate_argnames="state")
+def decode_chunk(
+    params: Params,
+    state: SamplerState,
+    table: jax.Array,
+    temperature: jax.Array,
+    *,
+    cfg: DecoderConfig,
+    steps: int,
+    window: int,
+) -> tuple[SamplerState, dict]:
+    """Samples up to `steps` tokens in every active slot; ends early when no slot is active.
+
+    table int16 [states, V] as `stops.build_stops` makes it; temperature fp32 scalar, 0 for greedy. A slot stops at the
+    token that completes a tag, at an end token, and when nothing is left of its budget. The window must hold the
+    longest active length + steps. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32}; a
+    slot's tokens are the first length_after - length_before of its column.
+    """
+    slots = state.length.shape[0]
+    accept = table.shape[0] - 1
+
+    def body(carry):
+        i, state, tokens, logprobs = carry
+        attend = kv_cache.Attend(state.cache, None, state.length[:, None], window)
+        hidden = decoder.forward_layers(params, cfg, state.token[:, None], state.length[:, None], attend)
+        logits = decoder.logits(params, cfg, hidden[:, 0])
+        keys = jax.vmap(jax.random.fold_in)(state.key, state.length)
+        token, logprob = sample(logits, jax.vmap(jax.random.uniform)(keys), temperature)
+        on = state.active
+        stop = jnp.where(on, table[state.state, token].astype(jnp.int32), state.state)
+        left = state.left - on
+        new = SamplerState(
+            cache=attend.cache,
+            length=state.length + on,
+            token=jnp.where(on, token, state.token),
+            state=stop,
+            left=left,
+            active=on & (stop != accept) & (left > 0),
+            key=state.key,
+        )
+        return i + 1, new, tokens.at[i].set(token), logprobs.at[i].set(logprob)
+
+    def go_on(carry):
+        return (carry[0] < steps) & carry[1].active.any()
+
+    blank = jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots), jnp.float32)
+    done, state, tokens, logprobs = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *blank))
+    return state, {"tokens": tokens, "logprobs": logprobs, "steps": done}
+
+
+def sample(logits: jax.Array, uniform: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(token int32 [S], its log p fp32 [S]) from logits fp32 [S,V] by inverse CDF of uniform [S] in [0, 1).
+
+    log p is that of the distribution sampled from (logits / temperature); greedy (0) takes the largest logit and
+    reports log p at temperature 1. Two levels, first the block and then the token in it: one pass over V instead of a
+    cumulative sum over it, and one random number a row instead of V.
+    """
+    greedy = temperature <= 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)
+    S, V = scaled.shape
+    top = scaled.max(-1, keepdims=True)
+    weights = jnp.exp(scaled - top)
+    blocks = jnp.pad(weights, ((0, 0), (0, -V % BLOCK))).reshape(S, -1, BLOCK)
+    sums = blocks.sum(-1)
+    total = sums.sum(-1)
+    block, rest = _pick(sums, uniform * total)
+    inside, _ = _pick(jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], rest)
+    token = jnp.where(greedy, scaled.argmax(-1), block * BLOCK + inside).astype(jnp.int32)
+    chosen = jnp.take_along_axis(scaled, token[:, None], 1)[:, 0]
+    return token, chosen - top[:, 0] - jnp.log(total)
+
+
+def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(index of the entry in which the running sum passes target, what of target is left inside it).
+
+    Never an entry of weight 0: the running sum of hundreds of entries is added up as a tree, and rounding may let it
+    rise there. Rounding can also leave target at or above the whole sum; the last entry with weight is taken then.
+    """
+    sums = jnp.cumsum(weights, -1)
+    passed = (sums > target[:, None]) & (weights > 0)
+    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
+    index = jnp.where(passed.any(-1), jnp.argmax(passed, -1), last)
+    before = jnp.take_along_axis(sums - weights, index[:, None], -1)[:, 0]
+    return index, jnp.maximum(target - before, 0.0)

@@ -1,0 +1,1 @@
+"""The small world: generator, corpus, questions, base checkpoint, and the recipe that made it."""

@@ -1,0 +1,281 @@
+"""Sampling by inverse CDF against numpy, and the cached passes against one full forward pass (T11, T16)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from parasearch_jax.models import decoder
+from parasearch_jax.models.decoder import DecoderConfig
+from parasearch_jax.rollout import kv_cache, sampler, stops
+from parasearch_jax.sharding.layout import to_sampler
+
+CFG = DecoderConfig(
+    vocab_size=83,  # no multiple of the sampler's block
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=24,
+    eos_token_ids=(0,),
+)
+SLOTS, CELLS = 4, 32
+EXACT = 1e-5  # fp32, cached against uncached
+
+sample = jax.jit(sampler.sample)
+
+
+@functools.cache
+def random_params():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: rng.normal(0.1, 0.3, x.shape).astype(np.float32), decoder.param_shapes(CFG))
+
+
+@functools.cache
+def table(end_ids=()):
+    return jnp.asarray(stops.build_stops(None, [b"x"] * CFG.vocab_size, end_ids))
+
+
+def extend(state, feeds, window=CELLS, tokens=12):
+    """feeds {slot: (pending or None, ids, left)}; every call has the same shapes, so one program serves all."""
+    rows = []
+    for slot, (pending, ids, left) in feeds.items():
+        ids = [*([] if pending is None else [pending]), *ids]
+        start = 0 if pending is None else int(state.length[slot])
+        rows.append((slot, ids[:-1] + [7] * (tokens - len(ids) + 1), len(ids) - 1, start, ids[-1], left, 100 + slot))
+    rows += [(SLOTS, [7] * tokens, 0, 0, 0, 0, 0)] * (SLOTS - len(rows))
+    *columns, keys = (np.asarray(column) for column in zip(*rows, strict=True))
+    names = ("rows", "ids", "count", "start", "pending", "left")
+    feed = {name: column.astype(np.int32) for name, column in zip(names, columns, strict=True)}
+    feed["key"] = jax.vmap(jax.random.key)(keys)
+    return sampler.extend(to_sampler(random_params()), state, feed, cfg=CFG, window=window)
+
+
+def decode(state, steps=6, window=CELLS, temperature=1.0, end_ids=()):
+    params, temperature = to_sampler(random_params()), jnp.float32(temperature)
+    return sampler.decode_chunk(params, state, table(end_ids), temperature, cfg=CFG, steps=steps, window=window)
+
+
+def poisoned_state(value=np.nan):
+    """No cell is used yet, so no result may depend on what the cells hold."""
+    state = sampler.init_state(CFG, SLOTS, CELLS)
+    return dataclasses.replace(state, cache=jax.tree.map(lambda x: jnp.full_like(x, value), state.cache))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def full_logits(cfg, params, ids):
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    return decoder.logits(params, cfg, decoder.forward(params, cfg, ids, positions))
+
+
+def full_logprobs(row, temperature=1.0):
+    """log p of each token of a row after the first, from one full forward pass."""
+    ids = np.zeros((1, CELLS), np.int32)
+    ids[0, : len(row)] = row
+    logits = np.asarray(full_logits(CFG, random_params(), ids), np.float64)[0, : len(row) - 1] / temperature
+    logits -= logits.max(-1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logprobs[np.arange(len(row) - 1), row[1:]]
+
+
+# ------------------------------------------------------------------------------------------------------------ sample
+
+
+def reference(logits, uniform, temperature=1.0):
+    """Inverse CDF over the whole row in float64; (token, log p, distance of uniform to the next border)."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    p = np.exp(scaled - scaled.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    cdf = p.cumsum(-1)
+    token = (cdf <= np.asarray(uniform, np.float64)[:, None]).sum(-1)
+    border = np.abs(cdf - np.asarray(uniform, np.float64)[:, None]).min(-1)
+    return token, np.log(p[np.arange(len(p)), token]), border
+
+
+@pytest.mark.parametrize("V", [2, 64, 83, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_inverse_cdf(V, temperature):
+    rng = np.random.default_rng(V)
+    logits = rng.normal(0, 3, (400, V)).astype(np.float32)
+    logits[200:] = logits[200]  # one row over an even grid of uniforms too
+    uniform = np.concatenate([rng.random(200), (np.arange(200) + 0.5) / 200]).astype(np.float32)
+    token, logprob = map(np.asarray, sample(logits, uniform, jnp.float32(temperature)))
+    want, want_logprob, border = reference(logits, uniform, temperature)
+    clear = border > 1e-6
+    assert clear.mean() > 0.99
+    np.testing.assert_array_equal(token[clear], want[clear])
+    np.testing.assert_allclose(logprob[clear], want_logprob[clear], atol=EXACT)
+
+
+def test_frequencies_match_softmax():
+    """Pearson's statistic over 20,000 draws has mean 82 and deviation 12.8 here; the bound is 5 deviations."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 1, CFG.vocab_size), jnp.float32)
+    uniform = jax.random.uniform(jax.random.key(3), 20_000)
+    token, _ = sample(jnp.broadcast_to(logits, (20_000, CFG.vocab_size)), uniform, jnp.float32(1))
+    want = np.asarray(jax.nn.softmax(logits), np.float64) * 20_000
+    found = np.bincount(token, minlength=CFG.vocab_size)
+    assert ((found - want) ** 2 / want).sum() < 82 + 5 * np.sqrt(2 * 82)
+
+
+def test_t11_temperature():
+    logits = jnp.array([[2.0, 0.0]])
+    for temperature, want in [(0.5, -0.018150), (1.0, -0.126928)]:
+        token, logprob = sample(logits, jnp.zeros(1), jnp.float32(temperature))
+        assert token[0] == 0 and abs(float(logprob[0]) - want) < 1e-6
+
+
+def test_greedy_takes_the_largest_at_temperature_1():
+    logits = np.random.default_rng(1).normal(0, 3, (50, CFG.vocab_size)).astype(np.float32)
+    token, logprob = sample(logits, np.full(50, 0.999, np.float32), jnp.float32(0))
+    np.testing.assert_array_equal(token, logits.argmax(-1))
+    want = np.asarray(jax.nn.log_softmax(logits))[np.arange(50), logits.argmax(-1)]
+    np.testing.assert_allclose(logprob, want, atol=EXACT)
+
+
+def test_never_an_impossible_token():
+    """uniform at both ends, probability only on a few tokens, the last block and padding of the block empty."""
+    rng = np.random.default_rng(2)
+    logits = np.full((600, 150), -np.inf, np.float32)
+    for row in logits:
+        chosen = rng.choice(140, rng.integers(1, 5), replace=False)
+        row[chosen] = rng.normal(0, 5, len(chosen))
+    for u in (0.0, np.nextafter(np.float32(1), np.float32(0)), 0.5):
+        token, logprob = sample(logits, np.full(600, u, np.float32), jnp.float32(1))
+        assert np.isfinite(logits[np.arange(600), token]).all() and np.isfinite(np.asarray(logprob)).all()
+
+
+def test_rounding_of_long_sums_never_picks_an_empty_entry():
+    """Over hundreds of entries XLA sums in a tree, and the running sum may rise by an ulp at an entry of weight 0."""
+    rng = np.random.default_rng(3)
+    weights = (rng.exponential(size=(400, 512)) * (rng.random((400, 512)) < 0.5)).astype(np.float32)
+    sums = np.asarray(jax.jit(lambda w: jnp.cumsum(w, -1))(weights))
+    row, column = np.nonzero((np.diff(sums) > 0) & (weights[:, 1:] == 0))
+    assert len(row) > 100
+    index, rest = jax.jit(sampler._pick)(weights[row], sums[row, column])
+    assert (weights[row, index] > 0).all() and (np.asarray(rest) >= 0).all()
+
+
+# ------------------------------------------------------------------------------------------------- extend and decode
+
+
+def take(state, before, out, rows):
+    """Appends the sampled tokens to `rows` {slot: (ids, logprobs, sampled)}."""
+    for slot, (ids, logprobs, sampled) in rows.items():
+        n = int(state.length[slot]) - before[slot]
+        ids += np.asarray(out["tokens"])[:n, slot].tolist()
+        logprobs += np.asarray(out["logprobs"])[:n, slot].tolist()
+        sampled += [True] * n
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("garbage", [np.nan, 1e9])
+def test_cached_log_probs_equal_one_full_pass(temperature, garbage):
+    """Rows of different length, documents appended midway to two of them, slot 2 idle; every free cell is garbage."""
+    rng = np.random.default_rng(4)
+    prompts = {slot: rng.integers(1, CFG.vocab_size, n).tolist() for slot, n in {0: 3, 1: 9, 3: 1}.items()}
+    rows = {slot: (list(ids), [0.0] * len(ids), [False] * len(ids)) for slot, ids in prompts.items()}
+    state = extend(poisoned_state(garbage), {slot: (None, ids, 4) for slot, ids in prompts.items()})
+    for docs in ({0: 4, 1: 6}, {0: 2, 3: 5}, {}):
+        before = state.length.tolist()
+        state, out = decode(state, temperature=temperature)
+        take(state, before, out, {slot: row for slot, row in rows.items() if state.length[slot] != before[slot]})
+        assert not np.asarray(state.active).any() and int(out["steps"]) == 4  # all budgets used, so it ended early
+        feeds = {}
+        for slot, n in docs.items():
+            ids = rng.integers(1, CFG.vocab_size, n).tolist()
+            feeds[slot] = (rows[slot][0][-1], ids, 4)
+            for column, new in zip(rows[slot], (ids, [0.0] * n, [False] * n), strict=True):
+                column += new
+        if feeds:
+            state = extend(state, feeds)
+    assert [len(rows[slot][0]) for slot in rows] == [3 + 4 + 4 + 4 + 2 + 4, 9 + 4 + 6 + 4, 1 + 4 + 5 + 4]
+    for slot, (ids, logprobs, sampled) in rows.items():
+        want = np.where(sampled[1:], full_logprobs(np.array(ids), temperature), 0)
+        np.testing.assert_allclose(logprobs[1:], want, atol=EXACT, err_msg=str(slot))
+        assert int(state.length[slot]) == len(ids) - 1  # the last one is pending
+    assert int(state.length[2]) == 0
+
+
+def test_tokens_come_from_the_uniform_of_key_and_position():
+    state = extend(poisoned_state(), {0: (None, [5, 6, 7], 9), 2: (None, [8], 9)})
+    state, out = decode(state)
+    for slot, row in {0: [5, 6, 7], 2: [8]}.items():
+        for token in np.asarray(out["tokens"])[:, slot].tolist():
+            ids = np.zeros((1, CELLS), np.int32)
+            ids[0, : len(row)] = row
+            logits = full_logits(CFG, random_params(), ids)[0, len(row) - 1]
+            uniform = jax.random.uniform(jax.random.fold_in(jax.random.key(100 + slot), len(row) - 1))
+            want, _, border = reference(logits[None], uniform[None])
+            assert border[0] > 1e-5 and token == want[0]
+            row.append(token)
+
+
+def test_the_window_and_the_chunk_change_nothing():
+    feeds = {0: (None, [5, 6, 7], 10), 1: (None, [9], 8)}
+    _, whole = decode(extend(poisoned_state(), feeds), steps=6)
+    state, narrow = decode(extend(poisoned_state(), feeds, window=12), steps=6, window=12)
+    np.testing.assert_array_equal(whole["tokens"], narrow["tokens"])
+    np.testing.assert_allclose(whole["logprobs"], narrow["logprobs"], atol=EXACT)
+    state, first = decode(extend(poisoned_state(), feeds), steps=2)
+    _, rest = decode(state, steps=4)
+    tokens = np.concatenate([first["tokens"], rest["tokens"]])[:, :2]
+    np.testing.assert_array_equal(tokens, np.asarray(whole["tokens"])[:, :2])
+
+
+def test_a_stopped_row_is_left_alone():
+    """An end token in one row: it stops, keeps that token, and nothing in its cells moves while the other goes on."""
+    feeds = {0: (None, [5, 6, 7], 20), 1: (None, [9], 20)}
+    _, out = decode(extend(poisoned_state(0), feeds))
+    first, other = np.asarray(out["tokens"])[:, :2].T.tolist()
+    end = first[2]
+    assert end not in first[:2] + other
+    state, out = decode(extend(poisoned_state(0), feeds), end_ids=(end,))
+    assert state.length.tolist()[:2] == [2 + 3, 0 + 6] and state.active.tolist() == [False, True, False, False]
+    assert np.asarray(out["tokens"])[:3, 0].tolist() == first[:3] and int(state.token[0]) == end
+    used = jax.tree.map(lambda x: np.asarray(x)[0, :5].copy(), state.cache)
+    state, _ = decode(state, end_ids=(end,))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)[0, :5]), used, state.cache)
+    assert state.length.tolist()[:2] == [5, 12]
+
+
+def test_capacity():
+    """Row 0 reaches its last cell while row 1 goes on: it stops, and no cell that counts changes, bit for bit."""
+    prompt = list(range(1, 13))
+    state = extend(poisoned_state(0), {0: (None, prompt, 2), 1: (None, [9], 31), 3: (None, prompt, 1)})
+    state = extend(state, {0: (40, list(range(20, 32)), 6)})  # 12 + 12 tokens before, one of them pending
+    state, _ = decode(state, steps=6)
+    before = int(state.length[0])
+    state = extend(state, {0: (int(state.token[0]), [3], CELLS - before - 2)})  # all the room there is
+    cells = jax.tree.map(lambda x: np.asarray(x).copy(), state.cache)
+    lengths = state.length.tolist()
+    for _ in range(3):
+        state, _ = decode(state, steps=6)
+    assert state.length.tolist()[0] == CELLS - 1 and not state.active[0]  # with the pending token: CELLS tokens
+    for old, new in zip(jax.tree.leaves(cells), jax.tree.leaves(state.cache), strict=True):
+        for slot, length in enumerate(lengths):
+            np.testing.assert_array_equal(old[slot, :length], np.asarray(new)[slot, :length])
+        np.testing.assert_array_equal(old[2:, 16:], np.asarray(new)[2:, 16:])  # rows that did not move at all
+
+
+def test_writes_beyond_a_slot_are_dropped():
+    """T16: a chunk of 4 at offset 10 of 12 cells is not shifted back to 8, and padding is written nowhere."""
+    cells, new = jnp.zeros((2, 12, 1, 1)), jnp.arange(1.0, 9.0).reshape(2, 4, 1, 1)
+    out = np.asarray(kv_cache.write(cells, jnp.array([1, 5]), jnp.array([[10, 11, 12, 13], [0, 1, 2, 3]]), new))
+    assert out[1, :, 0, 0].tolist() == [0] * 10 + [1, 2] and not out[0].any()
+    out = np.asarray(kv_cache.write(cells, jnp.array([0, 1]), jnp.array([[3, -1, -1, -1], [-1] * 4]), new))
+    assert out[0, :, 0, 0].tolist() == [0, 0, 0, 1] + [0] * 8 and not out[1].any()
+
+
+def test_decode_moves_nothing_between_host_and_device_and_traces_once():
+    params, args = to_sampler(random_params()), (table(), jnp.float32(1))
+    params = jax.device_put(params)
+    state = extend(poisoned_state(), {0: (None, [5, 6, 7], 20)})
+    state, _ = sampler.decode_chunk(params, state, *args, cfg=CFG, steps=6, window=CELLS)
+    programs = sampler.decode_chunk._cache_size()
+    with jax.transfer_guard("disallow"):
+        state, _ = sampler.decode_chunk(params, state, *args, cfg=CFG, steps=6, window=CELLS)
+    assert sampler.decode_chunk._cache_size() == programs

@@ -1,0 +1,166 @@
+"""The stop automaton against the parser, for every way to cut a text into tokens."""
+
+import random
+
+import numpy as np
+import pytest
+from protocol_cases import CASES, NO_STOP
+from scripted import PROTOCOL, byte_char, byte_tokenizer, toy_tokenizer
+
+from parasearch_jax.protocol import get_protocol
+from parasearch_jax.rollout import stops
+from parasearch_jax.toy.tokenizer import END
+
+TAGS = ["<search>", "</search>", "<answer>", "</answer>"]
+PIECES = [*TAGS, "<", "/", ">", "</", "search", "answer", "sea", "rch", "x", "é", "😀", "##", "<information>"]
+PIECES += ["<Search>", " ", "\n\n", "<<", "<search", "/search>"]
+
+
+def tag_soup(rng, pieces):
+    return "".join(rng.choice(TAGS if rng.random() < 0.4 else PIECES) for _ in range(pieces))
+
+
+def is_complete(protocol, text):
+    """The parser finds a complete block: a character put behind the text is not part of it."""
+    return protocol.parse(text + "!").end <= len(text)
+
+
+def naive_stop(protocol, tokens, join=lambda tokens: b"".join(tokens).decode(errors="replace")):
+    """Number of tokens up to the one that completes a block, None if none does; all prefixes parsed anew."""
+    return next((n for n in range(1, len(tokens) + 1) if is_complete(protocol, join(tokens[:n]))), None)
+
+
+def automaton_stop(table, ids):
+    state = stops.START
+    for n, token in enumerate(ids, 1):
+        state = table[state, token]
+        if state == len(table) - 1:
+            return n
+    return None
+
+
+def cut(rng, data):
+    """`data` in random pieces of 1 to 9 bytes, now and then whole."""
+    if rng.random() < 0.1:
+        return [data] if data else []
+    out = []
+    while data:
+        n = rng.choice([1, 1, 2, 3, 5, 9])
+        out, data = [*out, data[:n]], data[n:]
+    return out
+
+
+def check(protocol, token_lists):
+    """One table over all tokens that occur; automaton == parser for each list."""
+    vocabulary = sorted({token for tokens in token_lists for token in tokens})
+    index = {token: i for i, token in enumerate(vocabulary)}
+    table = stops.build_stops(protocol, vocabulary, ())
+    found = [automaton_stop(table, [index[token] for token in tokens]) for tokens in token_lists]
+    wrong = [(t, n) for t, n in zip(token_lists, found, strict=True) if n != naive_stop(protocol, t)]
+    assert not wrong, wrong[:3]
+    return found
+
+
+def test_single_bytes_stop_where_the_parser_does():
+    table = stops.build_stops(PROTOCOL, [bytes([b]) for b in range(256)], ())
+    for text, _, _, end in CASES:
+        want = None if text in NO_STOP else len(text[:end].encode())
+        assert automaton_stop(table, text.encode()) == want, text
+
+
+def test_every_case_under_random_cuts():
+    rng = random.Random(0)
+    lists = [cut(rng, text.encode()) for text, *_ in CASES for _ in range(25)]
+    lists += [[a, b] for text, *_ in CASES for i in range(1, len(text)) for a, b in [(text[:i], text[i:])]]
+    lists = [[t.encode() if isinstance(t, str) else t for t in tokens] for tokens in lists]
+    found = check(PROTOCOL, lists)
+    assert sum(n is None for n in found) > 50 and sum(n is not None for n in found) > 50
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL, get_protocol("search_r1"), get_protocol(PROTOCOL, answer="sea")])
+def test_random_texts_full_of_tags(protocol):
+    rng = random.Random(1)
+    texts = [tag_soup(rng, rng.randint(1, 16)) for _ in range(600)]
+    found = check(protocol, [cut(rng, text.encode()) for text in texts])
+    assert 150 < sum(n is not None for n in found) < 450
+
+
+def test_tokens_that_hold_tags():
+    vocabulary = [
+        b"<search>a</search>",
+        b"</search><search>",
+        b"</search>\n\n",
+        b"rch>\n\n",
+        b"</sea",
+        b"x",
+        b"<answer>",
+    ]
+    whole, two, ends, tail, head, x, answer = range(len(vocabulary))
+    table = stops.build_stops(PROTOCOL, vocabulary, ())
+    for ids, want in [
+        ([whole], 1),
+        ([x, whole, x], 2),
+        ([two, x], None),  # the closing tag comes before the opening one
+        ([two, two], 2),
+        ([two, x, ends, x], 3),
+        ([two, head, tail, x], 3),
+        ([two, head, x, tail], None),
+        ([answer, ends], None),
+    ]:
+        assert automaton_stop(table, ids) == want, ids
+
+
+def test_a_token_that_completes_a_tag_stops_whatever_follows_in_it():
+    vocabulary = [b"<search>a", b"</search> and <search", b"x"]
+    table = stops.build_stops(PROTOCOL, vocabulary, ())
+    assert automaton_stop(table, [0, 1, 2]) == 2
+
+
+def test_end_tokens_stop_in_every_state_and_accept_absorbs():
+    table = stops.build_stops(PROTOCOL, [b"a", b"", b"<search>"], [1])
+    accept = len(table) - 1
+    assert table.dtype == np.int16 and (table[:, 1] == accept).all() and (table[accept] == accept).all()
+    assert (table[:accept, 0] < accept).all()
+    alone = stops.build_stops(None, [b"<search>a</search>", b"", b"x"], [1])
+    assert alone.tolist() == [[0, 1, 0], [1, 1, 1]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return toy_tokenizer()
+
+
+def test_token_bytes_are_the_tokenizers(tokenizer):
+    vocabulary = stops.token_bytes(tokenizer)
+    for text in ["<search> a ## é 😀</search>\n\n", *(text for text, *_ in CASES)]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert b"".join(vocabulary[i] for i in ids) == text.encode()
+    # the library's stand-ins, for all bytes that text can have
+    for byte in set(range(256)) - {0xC0, 0xC1, *range(0xF5, 256)}:
+        assert vocabulary[tokenizer.convert_tokens_to_ids(byte_char(byte))] == bytes([byte])
+    assert vocabulary[tokenizer.eos_token_id] == b""
+
+
+def test_special_tokens_are_no_text_and_added_ones_are():
+    tokenizer = byte_tokenizer(["<sea", "rch>", "</search>"])
+    tokenizer.add_tokens(["<answer>日"])  # no stand-in for bytes, so it is its own text
+    vocabulary = stops.token_bytes(tokenizer)
+    ids = tokenizer.convert_tokens_to_ids(["<sea", END, "rch>", "</search>", "<answer>日"])
+    assert [vocabulary[i] for i in ids] == [b"<sea", b"", b"rch>", b"</search>", "<answer>日".encode()]
+    table = stops.build_stops(PROTOCOL, vocabulary, ())
+    assert automaton_stop(table, ids) == 4  # as the text without special tokens reads, and as the parser reads it
+
+
+def test_the_tokenizers_own_tokens_stop_where_the_parser_does(tokenizer):
+    """Texts as the tokenizer splits them, and with a special token somewhere, which is no text."""
+    table = stops.build_stops(PROTOCOL, stops.token_bytes(tokenizer), ())
+    rng = random.Random(2)
+    texts = [text for text, *_ in CASES] + [tag_soup(rng, 10) for _ in range(100)]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids.insert(rng.randrange(len(ids) + 1), tokenizer.eos_token_id)
+
+        def join(tokens):
+            return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+        assert automaton_stop(table, ids) == naive_stop(PROTOCOL, ids, join), text

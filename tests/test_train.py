@@ -1,0 +1,127 @@
+"""The loop end to end on a few questions of the small world with the shipped base: what a run writes, and that it is
+the same run when repeated."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import parallel_tiny
+import pytest
+
+from parasearch_jax import train as training
+from parasearch_jax.checkpoint import Checkpoints
+from parasearch_jax.data import Question
+from parasearch_jax.models import load_model
+from parasearch_jax.rl.optim import OptimConfig, make_optimizer
+from parasearch_jax.rl.update import init_state
+from parasearch_jax.writers import read_episodes, read_metrics
+
+SUBSET = ("n", "em", "f1", "cover_em", "dr", "dr_first", "dr_released", "turns", "searches", "sub_queries",
+          "valid_format", "seconds_per_question")  # fmt: skip
+
+
+def small(tmp_path, **leaves):
+    """The tiny configuration on 12 test and 30 train questions, 2 steps of 2 questions x 4 samples."""
+    config = parallel_tiny.get_config()
+    for name, count in (("test", 4), ("train", 10)):
+        rows = [json.loads(line) for line in Path(config.data[name]).read_text().splitlines()]
+        chosen = [r for t in ("na", "comparison", "compositional") for r in [x for x in rows if x["type"] == t][:count]]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        config.data[name] = str(path)
+    config.train.update(steps=2, save_every=1, episodes_every=1, buckets=(320,))
+    config.grpo.update(questions=2, samples=4)
+    config.learner.micro_rows = 4
+    config.rollout.slots = 8
+    config.update_from_flattened_dict(leaves)
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("run")
+    config = small(tmp_path)
+    return config, tmp_path / "work", training.train(config, workdir=tmp_path / "work")
+
+
+def test_work_directory_holds_what_the_contract_names(run):
+    _config, workdir, results = run
+    assert json.loads((workdir / "results.json").read_text()) == json.loads(json.dumps(results))
+    assert json.loads((workdir / "config.json").read_text())["reward"]["name"] == "parallel_search"
+    assert {"initial", "final"} == set(results["evals"])
+    for evaluation in results["evals"].values():
+        assert {"all", "parallel", "sequential", "single"} == set(evaluation)
+        assert evaluation["all"]["n"] == 12  # always the whole set
+        assert all(tuple(numbers) == SUBSET for numbers in evaluation.values())
+    assert re.fullmatch("[0-9a-f]{64}", results["retriever"]["corpus_sha256"]) and results["retriever"]["topk"] == 1
+    for name in ("report.md", "episodes.html", "tensorboard", "model/model.safetensors", "model/tokenizer.json"):
+        assert (workdir / name).exists(), name
+
+
+def test_metrics_have_a_line_a_step(run):
+    _, workdir, _ = run
+    lines = read_metrics(workdir)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["gap_max"] < 1e-4 and line["ess"] > 0.999  # sampler and trainer are the same policy
+        assert abs(line["ratio_mean"] - 1) < 1e-5 and line["clip_fraction"] == 0
+        total = sum(line[f"reward/{part}"] for part in ("outcome", "decomposition", "search_count", "format"))
+        assert line["reward/total"] == pytest.approx(total, abs=1e-6)
+        for phase in ("prefill", "decode", "wait", "schedule", "reward", "score", "update", "sync"):
+            assert line[f"seconds/{phase}"] > 0
+        assert 0 < line["rollout/occupancy"] <= 1
+
+
+def test_episodes_are_in_order_and_carry_the_version_of_the_weights(run):
+    _config, workdir, _ = run
+    first, second = (read_episodes(workdir / "episodes" / f"step_{i:06d}.jsonl") for i in (1, 2))
+    assert [record["sample"] for record in first] == [0, 1, 2, 3] * 2
+    assert {record["version"] for record in first} == {0} and {record["version"] for record in second} == {1}
+    assert len(read_episodes(workdir / "episodes" / "final.jsonl")) == 12
+
+
+def test_checkpoint_and_model_are_the_trained_weights(run):
+    config, workdir, _ = run
+    trained = load_model(workdir)
+    tx = make_optimizer(OptimConfig(**config.optimizer))
+    checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
+    state, run_state = checkpoints.restore(checkpoints.latest(), init_state(trained.params, tx))
+    assert run_state["step"] == 2 and int(state["step"]) == 2
+    jax.tree.map(np.testing.assert_array_equal, state["params"], trained.params)
+    base = load_model(config.model.path)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), base.params, trained.params)
+    assert all(change > 0 for change in jax.tree.leaves(moved))
+
+
+def test_the_same_run_gives_the_same_weights_bit_for_bit(run, tmp_path):
+    config, workdir, _ = run
+    training.train(config, workdir=tmp_path / "again")
+    again, before = load_model(tmp_path / "again"), load_model(workdir)
+    jax.tree.map(np.testing.assert_array_equal, again.params, before.params)
+
+
+def test_a_reward_function_of_ones_own(tmp_path):
+    def short(episode, question):
+        return {"turns": -0.1 * episode.turns}
+
+    training.train(small(tmp_path, **{"train.steps": 1}), reward_fn=short, workdir=tmp_path / "work")
+    (line,) = read_metrics(tmp_path / "work")
+    assert line["reward/turns"] == pytest.approx(-0.1 * line["rollout/turns"])
+    assert line["reward/total"] == pytest.approx(line["reward/turns"])
+
+
+def test_evaluation_only(tmp_path):
+    results = training.train(small(tmp_path, **{"train.steps": 0}), workdir=tmp_path / "work")
+    assert set(results["evals"]) == {"final"}
+    assert not (tmp_path / "work" / "model").exists()
+
+
+def test_draw_is_a_function_of_the_step_and_skips_nothing():
+    questions = [Question(str(i), "?", ("x",)) for i in range(7)]
+    drawn = [q.id for step in range(7) for q in training.draw(questions, 0, step, 3)]
+    assert [sorted(drawn[i : i + 7]) for i in (0, 7, 14)] == [[str(i) for i in range(7)]] * 3  # three epochs
+    assert drawn[:7] != drawn[7:14]
+    assert [q.id for q in training.draw(questions, 0, 4, 3)] == drawn[12:15]
+    assert [q.id for q in training.draw(questions, 1, 0, 7)] != drawn[:7]
