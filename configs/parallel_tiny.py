@@ -4,6 +4,9 @@ r"""ParallelSearch on the small world: a model of a million parameters learns to
     python launch.py --config=configs/parallel_tiny.py:smoke      # the same in short
     python launch.py --config=configs/parallel_tiny.py:eval       # evaluate the base only
 
+Two CPU cores, measured on three seeds: 215 to 236 s. Greedy, test set: parallel DR 0 -> 100 %, turns 3.07 -> 2.00,
+EM 97.5 -> 96.9 to 98.8 %; single and sequential EM 97 -> 99 %, DR 0 % (docs/small_world.md).
+
 Everything is the real thing at small size: Qwen2's architecture, a byte-level BPE, FAISS, the multi-turn loop with its
 KV cache, the ParallelSearch reward (Eq. 3-7), GRPO with the document-token mask.
 """
@@ -39,9 +42,11 @@ def get_config(arg=None):
     # ---- Reward: the constants of ParallelSearch's released experiment.
     config.reward.update(lambda_d=0.15, lambda_s=0.35, lambda_f=0.1, alpha=3.0)
 
-    # ---- GRPO: 16 questions of 8 samples a step.
-    config.grpo.questions = 16
+    # ---- GRPO: 32 questions of 8 samples a step. With half of them, and Search-R1's KL coefficient of 0.001, one seed
+    # of three lost 3.8 points of EM on parallel: the comparison of two cities drifted to "same".
+    config.grpo.questions = 32
     config.grpo.samples = 8
+    config.learner.kl_coef = 0.02
     config.learner.micro_rows = 32
     config.learner.logprob_chunk = 320
     config.optimizer.lr = 2e-4
