@@ -58,6 +58,7 @@ def get_config(arg=None):
     if arg.smoke:
         config.name += "_smoke"
         config.train.steps = 3
+        config.grpo.questions = 8
     if arg.eval:
         config.name += "_eval"
         config.train.steps = 0

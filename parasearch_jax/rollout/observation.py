@@ -55,14 +55,19 @@ def shares(lengths: Sequence[int], budget: int) -> list[int]:
 
 
 def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return _tokens(tokenizer, text)["input_ids"]
 
 
 def _cut(tokenizer, text: str, tokens: int) -> str:
     """The longest start of a block that ends at one of its token borders and has at most that many tokens; it still
     ends its line, so that the next sub-query's documents begin a new one."""
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    offsets = _tokens(tokenizer, text)["offset_mapping"]
     if len(offsets) <= tokens:
         return text
     kept = text[: offsets[tokens][0]].rstrip()
     return kept and kept + "\n"
+
+
+def _tokens(tokenizer, text: str):
+    # A document that writes out the end token shows its letters: it can't end or steer the context by the token itself.
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
