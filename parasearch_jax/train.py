@@ -17,6 +17,7 @@ from parasearch_jax import rewards, rl
 from parasearch_jax.checkpoint import Checkpoints
 from parasearch_jax.data import Question, load_questions
 from parasearch_jax.data.metrics import em
+from parasearch_jax.errors import UserError
 from parasearch_jax.evaluate import Subsets, evaluate, rollout_metrics
 from parasearch_jax.models import load_model
 from parasearch_jax.models.weights import save_model
@@ -52,6 +53,7 @@ def train(config: ConfigDict, reward_fn: Callable | None = None, workdir: str | 
     test_questions = load_questions(config.data.test)
     train_questions = load_questions(config.data.train) if config.train.steps else []
     reward.check(train_questions)
+    _check_sizes(config, len(train_questions))
     model = load_model(config.model.path, dtype=config.model.dtype)
     workdir = prepare_workdir(workdir or Path("runs", config.name, time.strftime("%Y%m%d-%H%M%S")))
     write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
@@ -137,7 +139,7 @@ def train(config: ConfigDict, reward_fn: Callable | None = None, workdir: str | 
     results = {
         "config": config.name,
         "model": str(config.model.path),
-        "method": config.method,
+        "method": config.method if reward_fn is None else reward.entry.name,
         "variant": config.reward.get("variant", "paper"),
         "retriever": retriever.info,
         "evals": evals,
@@ -148,6 +150,22 @@ def train(config: ConfigDict, reward_fn: Callable | None = None, workdir: str | 
     console.print(results_table(evals.get("initial"), evals["final"]))
     console.print(f"{results['seconds']:.0f} s. Report: {workdir / 'report.md'}, {workdir / 'episodes.html'}")
     return results
+
+
+def _check_sizes(config: ConfigDict, questions: int) -> None:
+    """What would otherwise show only when a batch is drawn or an episode grows long."""
+    if not config.train.steps:
+        return
+    if config.grpo.questions > questions:
+        raise UserError(
+            f"grpo.questions is {config.grpo.questions}, but {config.data.train} holds {questions} questions: lower it "
+            "(a question asked twice in a step gives the same samples twice)"
+        )
+    if max(config.train.buckets) < config.rollout.max_total_tokens:
+        raise UserError(
+            f"train.buckets end at {max(config.train.buckets)}, but an episode may have rollout.max_total_tokens = "
+            f"{config.rollout.max_total_tokens}: add a bucket of that size (episodes are never cut)"
+        )
 
 
 def draw(questions: Sequence[Question], seed: int, step: int, count: int) -> list[Question]:

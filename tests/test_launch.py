@@ -45,6 +45,11 @@ CASES = {
     ),
     "zero train questions": (lambda tmp: f"--config.data.train={file(tmp, '')}", ["input.jsonl", "no question"]),
     "unwritable work directory": (lambda tmp: f"--workdir={file(tmp, 'in the way')}/run", ["work directory"]),
+    "more questions a step than there are": (
+        lambda tmp: f"--config.data.train={file(tmp, json.dumps(first_row('train.jsonl')))}",
+        ["grpo.questions", "holds 1 questions"],
+    ),
+    "episodes longer than the buckets": (lambda tmp: "--config.rollout.max_total_tokens=400", ["buckets", "400"]),
     "unknown reward": (lambda tmp: "--config.reward.name=em2", ["em2", "parallel_search"]),
     "unknown protocol": (lambda tmp: "--config.protocol.name=serial", ["serial", "search_r1"]),
     "unknown retriever": (lambda tmp: "--config.retriever.kind=magic", ["magic", "local"]),

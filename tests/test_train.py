@@ -106,7 +106,8 @@ def test_a_reward_function_of_ones_own(tmp_path):
     def short(episode, question):
         return {"turns": -0.1 * episode.turns}
 
-    training.train(small(tmp_path, **{"train.steps": 1}), reward_fn=short, workdir=tmp_path / "work")
+    results = training.train(small(tmp_path, **{"train.steps": 1}), reward_fn=short, workdir=tmp_path / "work")
+    assert results["method"] == "short"
     (line,) = read_metrics(tmp_path / "work")
     assert line["reward/turns"] == pytest.approx(-0.1 * line["rollout/turns"])
     assert line["reward/total"] == pytest.approx(line["reward/turns"])
