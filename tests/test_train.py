@@ -47,9 +47,12 @@ def run(tmp_path_factory):
 
 
 def test_work_directory_holds_what_the_contract_names(run):
-    _config, workdir, results = run
+    config, workdir, results = run
     assert json.loads((workdir / "results.json").read_text()) == json.loads(json.dumps(results))
     assert json.loads((workdir / "config.json").read_text())["reward"]["name"] == "parallel_search"
+    named = {key: results[key] for key in ("config", "model", "method", "variant")}
+    model = config.model.path
+    assert named == {"config": "parallel_tiny", "model": model, "method": "parallel_search", "variant": "paper"}
     assert {"initial", "final"} == set(results["evals"])
     for evaluation in results["evals"].values():
         assert {"all", "parallel", "sequential", "single"} == set(evaluation)
