@@ -1,6 +1,8 @@
 """Starts a run: python launch.py --config=configs/parallel_tiny.py [--workdir=DIR] [--config.train.steps=10 ...]"""
 
+import re
 import sys
+import zlib
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -11,12 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent / "configs"))  # configurations imp
 from parasearch_jax.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:args]; any leaf: --config.train.steps=10")
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written (default: runs/NAME/TIME).")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run is written (default: runs/NAME); the same command continues it."
+)
+PROFILE = flags.DEFINE_integer("profile", None, "Writes a jax.profiler trace of this step to WORKDIR/profile.")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; flags are --config and --workdir")
+        raise UserError(f"unexpected argument {argv[1]!r}; flags are --config, --workdir and --profile")
     config = CONFIG.value
     if config is None:
         raise UserError("--config is missing; start with --config=configs/parallel_tiny.py")
@@ -27,7 +32,23 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
     from parasearch_jax.train import train  # imports JAX: not before the flags are known to be right
 
-    train(config, workdir=WORKDIR.value)
+    train(config, workdir=WORKDIR.value or default_workdir(config), profile=PROFILE.value)
+
+
+def default_workdir(config) -> Path:
+    """runs/NAME, with the leaves that the command sets: runs/parallel_tiny,reward.lambda_d=0.5.
+
+    So the same command finds its run, and another one does not meet it. Leaves that don't make another run are left
+    out (see resume.MAY_DIFFER).
+    """
+    from parasearch_jax.resume import may_differ
+
+    changed = config_flags.get_override_values(flags.FLAGS["config"])
+    parts = [config.name, *(f"{leaf}={value}" for leaf, value in sorted(changed.items()) if not may_differ(leaf))]
+    name = re.sub(r"[^\w.,=+-]+", "_", ",".join(parts))
+    if len(name) > 120:  # file names end at 255 bytes
+        name = f"{name[:110]}-{zlib.crc32(name.encode()):08x}"
+    return Path("runs", name)
 
 
 def parse(argv: list[str]) -> list[str]:

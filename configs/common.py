@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from parasearch_jax import toy
 from parasearch_jax.errors import UserError
 
+ADAMW = dict(warmup_steps=0, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999)
 TOY = Path(toy.__file__).parent
 
 
@@ -38,7 +39,9 @@ def base(name: str) -> ConfigDict:
             method="",  # for results.json
             seed=0,
             model=dict(path="", dtype="float32"),  # compute dtype; parameters are fp32
-            data=dict(train="", test=""),
+            data=dict(
+                train="", dev="", test=""
+            ),  # "a.jsonl" or "nq=a.jsonl,hotpotqa=b.jsonl"; dev: see train.eval_every
             protocol=dict(name="parallel", prompt=""),  # prompt: template with {question}; empty: the protocol's own
             retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, topk=3),
             reward=dict(name="parallel_search", variant="paper"),
@@ -52,7 +55,19 @@ def base(name: str) -> ConfigDict:
                 observation_variant="paper",
                 deterministic=True,
             ),
-            grpo=dict(questions=64, samples=5, std="sample", temperature=1.0),  # samples: Search-R1's GRPO scripts
+            algorithm=dict(  # rl.learner.AlgorithmConfig
+                name="grpo",  # or "ppo"
+                questions=64,
+                samples=5,  # Search-R1's GRPO scripts
+                temperature=1.0,
+                updates=1,  # mini-batches, so optimizer steps, of a batch
+                variant="strict",  # of GAE and the critic's loss: environment tokens are no time steps; or "released"
+                std="sample",
+                gamma=1.0,
+                lam=1.0,
+                value_clip=0.5,
+                reward_kl=0.0,  # of the k1 in PPO's reward
+            ),
             learner=dict(  # rl.update.UpdateConfig
                 clip_low=0.2,
                 clip_high=0.2,
@@ -63,7 +78,20 @@ def base(name: str) -> ConfigDict:
                 logprob_chunk=128,
                 remat=False,
             ),
-            optimizer=dict(lr=1e-6, warmup_steps=0, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999),
-            train=dict(steps=0, buckets=(4096,), save_every=50, episodes_every=10),
+            optimizer=dict(lr=1e-6, **ADAMW),  # warmup_steps counts updates, not batches
+            critic_optimizer=dict(lr=1e-5, **ADAMW),
+            train=dict(
+                steps=0,
+                buckets=(4096,),
+                save_every=50,
+                episodes_every=10,
+                eval_every=0,  # evaluates on data.dev; 0: only before and after, on data.test
+                keep=2,  # the last checkpoints, and with eval_every also
+                best="em",  # the one with the highest of these on data.dev
+            ),
+            # What the run was laid out for. A machine with less is told so before the work begins (preflight.py).
+            machine=dict(devices=1, device_gib=0.0, host_gib=0.0),
+            # How to get what may be missing: "model", "data", "corpus", "index", "machine"; and what to run instead.
+            setup=dict(instead=""),
         )
     )

@@ -15,7 +15,7 @@ import common
 
 
 def get_config(arg=None):
-    arg = common.parse_arg(arg, smoke=False, eval=False, seed=0)
+    arg = common.parse_arg(arg, ppo=False, smoke=False, eval=False, seed=0)
     config = common.base("parallel_tiny")
     config.method = "parallel_search"
     config.seed = arg.seed
@@ -44,8 +44,8 @@ def get_config(arg=None):
 
     # ---- GRPO: 32 questions of 8 samples a step. With half of them, and Search-R1's KL coefficient of 0.001, one seed
     # of three lost 3.8 points of EM on parallel: the comparison of two cities drifted to "same".
-    config.grpo.questions = 32
-    config.grpo.samples = 8
+    config.algorithm.questions = 32
+    config.algorithm.samples = 8
     config.learner.kl_coef = 0.02
     config.learner.micro_rows = 32
     config.learner.logprob_chunk = 320
@@ -55,11 +55,20 @@ def get_config(arg=None):
     config.train.buckets = (192, 320)
     config.train.save_every = 10
 
+    # ---- PPO: as many episodes, of as many questions.
+    if arg.ppo:
+        config.name += "_ppo"
+        config.algorithm.update(name="ppo", questions=256, samples=1, updates=2, reward_kl=0.01)
+        config.learner.kl_coef = 0.0
+        config.critic_optimizer.lr = 1e-3
+        config.critic_optimizer.warmup_steps = 3
+
     if arg.smoke:
         config.name += "_smoke"
         config.train.steps = 3
-        config.grpo.questions = 8
+        config.algorithm.questions //= 4
     if arg.eval:
         config.name += "_eval"
         config.train.steps = 0
+    config.name += f"_seed{arg.seed}" if arg.seed else ""
     return config

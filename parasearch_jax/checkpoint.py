@@ -7,8 +7,11 @@ taken either.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +23,41 @@ from orbax.checkpoint import checkpoint_managers as policies
 from parasearch_jax.errors import UserError
 
 ITEMS = ("state", "run")
+DELETED = "deleted"  # where Orbax moves what is no longer kept
 
 
 class Checkpoints:
     """The checkpoints of one run, `directory/<step>/`.
 
-    Keeps the last `keep`, and with `best` (the name of a metric given to `save`, larger is better) the best one too.
-    `read_only` leaves the directory untouched: for reading another run's work directory, perhaps while it trains.
+    Keeps the last `keep`, and the one that `protect` names. `read_only` leaves the directory untouched: for reading
+    another run's work directory, perhaps while it trains.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 2, best: str | None = None, read_only: bool = False):
+    def __init__(self, directory: str | Path, keep: int = 2, read_only: bool = False):
+        if keep < 1:
+            raise UserError(f"train.keep is {keep}, the number of last checkpoints to keep: give at least 1")
         self.directory = Path(directory).expanduser().absolute()
         self._read_only = read_only
+        self._protected = _Protected()
         self._step: int | None = None  # of the last save begun
         self._failure: UserError | None = None
         if not read_only:
             _set_aside_incomplete(self.directory)
+            self._delete()
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
-            options=_options(keep, best, read_only),
+            options=_options(keep, self._protected, read_only),
         )
 
-    def save(self, step: int, state: Any, run_state: dict, metrics: dict[str, float] | None = None) -> None:
+    def protect(self, step: int | None) -> None:
+        """Keeps checkpoint `step` beside the last ones until another is protected; None: no longer any.
+
+        Holds from the next save on, and in this process only: name it again after a resume, before the first save.
+        """
+        self._protected.step = step
+
+    def save(self, step: int, state: Any, run_state: dict) -> None:
         """Starts the save of `state` (pytree of jax arrays) and `run_state` (plain JSON values) under `step`.
 
         Waits for the save before it, and raises if that one failed. The caller may donate `state` at once: on devices
@@ -54,21 +69,43 @@ class Checkpoints:
         self.wait()
         self._step = step
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run_state))
-        self._manager.save(step, args=items, metrics=metrics, force=True)  # without force Orbax may skip it silently
+        try:
+            self._manager.save(step, args=items, force=True)  # without force Orbax may skip it silently
+        except OSError as error:  # no room for the folder itself
+            raise self._fail(error) from error
 
     def wait(self) -> None:
         """Returns when the last save is complete; raises UserError if it failed, every time it is asked."""
         if self._failure is None:
             try:
                 self._manager.wait_until_finished()
-            except Exception as error:  # Orbax raises it once only; a swallowed one would look like success later
-                self._failure = UserError(
-                    f"the save of checkpoint {self._step} in {self.directory} failed: {error}. Free disk space or mend "
-                    f"the directory; the last complete checkpoint is {self.latest()}"
-                )
-                raise self._failure from error
+            except Exception as error:
+                raise self._fail(error) from error
+            self._delete()
         if self._failure is not None:
             raise self._failure
+
+    def _delete(self) -> None:
+        """Not left to Orbax: killed while it deletes, it leaves a part of a checkpoint under the step's number."""
+        if jax.process_index() == 0 and not self._read_only:
+            shutil.rmtree(self.directory / DELETED, ignore_errors=True)  # what stays goes the next time
+
+    def check(self) -> None:
+        """Raises UserError if a save has failed; doesn't wait for one in progress.
+
+        Not by Orbax's `check_for_errors`: the thread that finishes a save takes the error before it can be asked for,
+        and where the question comes first, that thread sees none and deletes the old checkpoints.
+        """
+        if self._failure is not None or not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def _fail(self, error: Exception) -> UserError:
+        """Keeps the failure: Orbax raises it once only, and a swallowed one would look like success later."""
+        self._failure = UserError(
+            f"the save of checkpoint {self._step} in {self.directory} failed: {error}. Free disk space or mend the "
+            f"directory; the last complete checkpoint is {self.latest()}"
+        )
+        return self._failure
 
     def latest(self) -> int | None:
         """The newest complete step on disk, None if there is none. A save in progress is not complete."""
@@ -118,13 +155,20 @@ def is_complete(folder: Path) -> bool:
     return bool(metadata.get("commit_timestamp_nsecs")) and all((folder / item).is_dir() for item in ITEMS)
 
 
-def _options(keep: int, best: str | None, read_only: bool) -> ocp.CheckpointManagerOptions:
-    kept = [policies.LatestN(keep)]
-    if best is not None:
-        kept.append(policies.BestN(get_metric_fn=lambda m: m[best], n=1, keep_checkpoints_without_metrics=False))
+@dataclasses.dataclass
+class _Protected(policies.PreservationPolicy):
+    """Orbax asks it at every save which of its checkpoints to keep, the one being saved among them."""
+
+    step: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        return [checkpoint.step == self.step for checkpoint in checkpoints]
+
+
+def _options(keep: int, protected: _Protected, read_only: bool) -> ocp.CheckpointManagerOptions:
     return ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy(kept),
-        best_fn=None if best is None else (lambda m: m[best]),  # makes Orbax store the metrics
+        preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), protected]),
+        todelete_subdir=None if read_only else DELETED,
         create=not read_only,
         cleanup_tmp_directories=not read_only,  # what a killed save left
     )

@@ -34,7 +34,7 @@ PANELS = (
     ("turns", "Turns by kind", "rollout/turns", "model calls per question"),
     ("em", "Exact match", "rollout/em", "share of questions"),
 )
-LOSSES = ("loss", "kl", "entropy", "grad_norm")
+LOSSES = ("loss", "kl", "entropy", "grad_norm", "critic/loss", "critic/explained_variance")
 
 # Okabe-Ito, told apart by colour-blind readers too. A kind has the same colour in every plot.
 KIND_COLORS = {"parallel": "#0072B2", "sequential": "#D55E00", "single": "#009E73", "unknown": "#999999"}
@@ -67,7 +67,7 @@ def write_report(
 def report_markdown(results: Mapping[str, Any], plots: Mapping[str, Path], with_episodes: bool) -> str:
     """The text of report.md: the run, the table before -> after, the plots by relative path."""
     retriever = results.get("retriever") or {}
-    facts = {key: results.get(key, "-") for key in ("config", "model", "method", "variant")}
+    facts = {key: results.get(key) or "-" for key in ("config", "model", "method", "variant")}
     facts["retriever"] = ", ".join(f"{k} {v}" for k, v in retriever.items()) or "-"
     facts["seconds"] = "-" if results.get("seconds") is None else f"{results['seconds']:.0f}"
     blocks = [f"# {facts['config']}", "\n".join(f"- {name}: {value}" for name, value in facts.items())]
@@ -106,13 +106,13 @@ def write_plots(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str,
         if prefix.startswith("rollout/"):  # not dr_first and the like, which would draw over dr
             series = {kind: values for kind, values in series.items() if kind in ("all", *KINDS)}
         if series:
-            plots[title] = _save(_line_figure(steps, series, title, label), folder / f"{name}.png")
+            plots[title] = save(_line_figure(steps, series, title, label), folder / f"{name}.png")
     losses = {key: _column(metrics, key) for key in LOSSES if any(key in line for line in metrics)}
     if losses:
-        plots["Loss, KL, entropy"] = _save(_loss_figure(steps, losses), folder / "losses.png")
+        plots["Loss, KL, entropy"] = save(_loss_figure(steps, losses), folder / "losses.png")
     seconds = _series(metrics, "seconds/", without=("total",))
     if seconds:
-        plots["Seconds per phase"] = _save(_seconds_figure(steps, seconds), folder / "seconds.png")
+        plots["Seconds per phase"] = save(_seconds_figure(steps, seconds), folder / "seconds.png")
     return plots
 
 
@@ -132,7 +132,7 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, int | float)
 
 
-def _figure(rows: int = 1, height: float = 3.6):
+def figure_of(rows: int = 1, height: float = 3.6):
     # Figure without pyplot: no global state, so that a report drawn inside a notebook leaves its plots alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -150,7 +150,7 @@ def _figure(rows: int = 1, height: float = 3.6):
 
 
 def _line_figure(steps: list[int], series: Mapping[str, list[float]], title: str, label: str):
-    figure, (ax,) = _figure()
+    figure, (ax,) = figure_of()
     palette = itertools.cycle(COLORS)
     for name, values in series.items():
         total = name in ("total", "all")  # the sum or the mean of the others: black and thicker
@@ -164,7 +164,7 @@ def _line_figure(steps: list[int], series: Mapping[str, list[float]], title: str
 
 def _loss_figure(steps: list[int], losses: Mapping[str, list[float]]):
     """One axis each, as their scales have nothing in common."""
-    figure, axes = _figure(rows=len(losses), height=0.6 + 1.7 * len(losses))
+    figure, axes = figure_of(rows=len(losses), height=0.6 + 1.7 * len(losses))
     for ax, (name, values), color in zip(axes, losses.items(), itertools.cycle(COLORS), strict=False):
         ax.plot(steps, values, color=color, linewidth=1.6, marker=_marker(steps))
         ax.set_ylabel(name)
@@ -173,7 +173,7 @@ def _loss_figure(steps: list[int], losses: Mapping[str, list[float]]):
 
 
 def _seconds_figure(steps: list[int], seconds: Mapping[str, list[float]]):
-    figure, (ax,) = _figure()
+    figure, (ax,) = figure_of()
     bottom = [0.0] * len(steps)
     for (name, values), color in zip(seconds.items(), itertools.cycle(COLORS), strict=False):
         heights = [0.0 if v != v else v for v in values]  # a phase that a step did not have takes no time
@@ -189,7 +189,8 @@ def _marker(steps: list[int]) -> str | None:
     return "o" if len(steps) < 3 else None  # a line through one point is invisible
 
 
-def _save(figure, path: Path) -> Path:
+def save(figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,153 +12,195 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from parasearch_jax import rewards, rl
-from parasearch_jax.checkpoint import Checkpoints
-from parasearch_jax.data import Question, load_questions
+from parasearch_jax import resume, rewards, rl
+from parasearch_jax.data import Question, load_question_sets
 from parasearch_jax.data.metrics import em
 from parasearch_jax.errors import UserError
 from parasearch_jax.evaluate import Subsets, evaluate, rollout_metrics
 from parasearch_jax.models import load_model
 from parasearch_jax.models.weights import save_model
+from parasearch_jax.preflight import preflight
 from parasearch_jax.protocol import get_protocol
-from parasearch_jax.report import write_report
 from parasearch_jax.retrieval import open_retriever
-from parasearch_jax.rl.optim import OptimConfig, make_optimizer
-from parasearch_jax.rl.update import UpdateConfig, init_state, make_score, make_update
+from parasearch_jax.rl.learner import AlgorithmConfig, make_learner
+from parasearch_jax.rl.optim import OptimConfig
+from parasearch_jax.rl.update import UpdateConfig
 from parasearch_jax.rollout import Engine, Episode, RolloutConfig
-from parasearch_jax.writers import (
-    Console,
-    MetricsWriter,
-    episode_record,
-    prepare_workdir,
-    read_metrics,
-    results_table,
-    write_episodes,
-    write_json,
-)
+from parasearch_jax.workdir import Workdir, params_sha256
+from parasearch_jax.writers import Console, results_table
 
 
-def train(config: ConfigDict, reward_fn: Callable | None = None, workdir: str | Path | None = None) -> dict[str, Any]:
+def train(
+    config: ConfigDict,
+    reward_fn: Callable | None = None,
+    workdir: str | Path | None = None,
+    profile: int | None = None,
+) -> dict[str, Any]:
     """Evaluates, trains, evaluates again, and returns the content of results.json.
 
     `config` as configs/*.py make it. `reward_fn(episode, question) -> parts or (parts, steps)` takes the place of
-    `config.reward` (a notebook's reward). `workdir` None: `runs/<name>/<time>`. Raises UserError for bad input.
+    `config.reward` (a notebook's reward). A `workdir` that holds a part of this run is continued from its last complete
+    checkpoint; None: a new one, `runs/<name>-<time>`. `profile`: the step whose `jax.profiler` trace is written there.
+    Raises UserError for bad input. SIGTERM saves, then ends the process with 143.
     """
-    start, timer = time.time(), Timer()
+    preflight(config)
+    steps, timer = config.train.steps, Timer()
 
-    # ---- Questions, reward, protocol, retriever, model: everything that can be wrong is read before the work begins.
+    # ---- Questions, reward, protocol, model: everything that can be wrong is read before the work begins.
     protocol = get_protocol(config.protocol.name, **_overrides(config.protocol))
     reward = rewards.make_reward(config.reward.to_dict()) if reward_fn is None else rewards.wrap(reward_fn)
-    test_questions = load_questions(config.data.test)
-    train_questions = load_questions(config.data.train) if config.train.steps else []
-    reward.check(train_questions)
-    _check_sizes(config, len(train_questions))
+    questions = load_question_sets(config.data.train) if steps else []
+    held_out = {"test": load_question_sets(config.data.test)}
+    if steps and config.train.eval_every:
+        held_out["dev"] = load_question_sets(config.data.dev)
+    reward.check(questions)
+    _check_settings(config, len(questions), profile)
     model = load_model(config.model.path, dtype=config.model.dtype)
-    workdir = prepare_workdir(workdir or Path("runs", config.name, time.strftime("%Y%m%d-%H%M%S")))
-    write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
-    console = Console(config.train.steps)
-    console.print(f"{config.name}: {workdir}\n{reward.describe()}")
-    retriever = open_retriever(config.retriever)
-
-    # ---- Policy, optimizer, jitted functions. Configuration enters them as frozen dataclasses.
-    rollout, grpo = RolloutConfig(**config.rollout, topk=config.retriever.topk), config.grpo
-    updates = UpdateConfig(**config.learner, temperature=grpo.temperature)
-    tx = make_optimizer(OptimConfig(**config.optimizer))
-    state = init_state(model.params, tx)
-    reference = model.params if updates.kl_coef else None
-    score, update = make_score(model.config, updates), make_update(model.config, updates, tx)
-    advantages = jax.jit(rl.grpo, static_argnames="std")
-    engine = Engine(model, rollout, seed=config.seed)
 
     with contextlib.ExitStack() as stack:
-        stack.callback(engine.close)
+        path = workdir or Path("runs", f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        work = stack.enter_context(Workdir(path, config, reward_fn))
+        console = Console(steps)
+        console.print(f"{config.name}: {work.path}\n{reward.describe()}")
+        retriever = open_retriever(config.retriever)
         stack.callback(retriever.close_sync)
-        writer = stack.enter_context(contextlib.closing(MetricsWriter(workdir)))
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / "checkpoints")))
+
+        # ---- Policy, optimizers, jitted functions. Configuration enters them as frozen dataclasses.
+        rollout = RolloutConfig(**config.rollout, topk=config.retriever.topk)
+        algorithm = AlgorithmConfig(**config.algorithm)
+        updates = UpdateConfig(**config.learner, temperature=algorithm.temperature)
+        optimizer, critic_optimizer = OptimConfig(**config.optimizer), OptimConfig(**config.critic_optimizer)
+        learner = make_learner(model.config, algorithm, updates, optimizer, critic_optimizer)
+        reference = model.params if updates.kl_coef or algorithm.reward_kl else None
+        engine = Engine(model, rollout, seed=config.seed)
+        stack.callback(engine.close)
+
+        # ---- Where the run stands: at its last complete checkpoint, or at step 0.
+        state, start, memory = work.restore(lambda: learner.init(model.params))
+        if (results := work.results()) is not None:
+            return _finished(work, results, console)
+        if start:
+            engine.sync(state["actor"]["params"], version=start)
+            console.print(f"goes on behind step {start}")
         stack.enter_context(console)
-
-        # ---- Evaluation before training.
+        sigterm = stack.enter_context(resume.Sigterm())
         evals: dict[str, Subsets] = {}
-        first = "initial" if config.train.steps else "final"
-        evals[first], before = _evaluate(engine, test_questions, protocol, retriever, workdir, first, console)
-        after, memory = before, {}
 
-        for step in range(1, config.train.steps + 1):
-            # ---- Rollout: groups of episodes of one question, with the weights of the last sync.
-            with timer("rollout"):
-                drawn = draw(train_questions, config.seed, step - 1, grpo.questions)
-                episodes = engine.rollout(
-                    drawn, protocol, retriever, samples=grpo.samples, temperature=grpo.temperature, step=step
-                )
+        def evaluate_due(step: int) -> None:
+            """The evaluations that belong to the weights of `step`; what an earlier start has finished is read."""
+            for name, key in _due_evaluations(step, config):
+                evals[name] = work.read_evaluation(name)
+                if evals[name] is None and engine.version == step:  # else those weights are gone
+                    with sigterm.interrupts():
+                        evals[name] = _evaluate(engine, held_out[key], protocol, retriever, work, name, console)
 
-            # ---- Reward, batch.
-            with timer("reward"):
-                scored = score_groups(reward, drawn, episodes, grpo.samples, memory)
-                batch = rl.build_batch(episodes, scored, tuple(config.train.buckets), rows=updates.micro_rows)
-                host_batch, batch = batch, jax.device_put(batch)
+        step = start
+        try:
+            for step in dict.fromkeys((0, start)):
+                evaluate_due(step)
+            for step in _profiled(range(start + 1, steps + 1), profile, work.path):
+                # ---- Rollout: groups of episodes of one question, with the weights of the last sync.
+                with sigterm.interrupts(), timer("rollout"):
+                    drawn = draw(questions, config.seed, step - 1, algorithm.questions)
+                    sampling = {"samples": algorithm.samples, "temperature": algorithm.temperature, "step": step}
+                    episodes = engine.rollout(drawn, protocol, retriever, **sampling)
 
-            # ---- Score: log-probs of the weights that the update starts from, and of the reference.
-            with timer("score"):
-                old, _ = score(state["params"], batch)
-                ref = score(reference, batch)[0] if reference is not None else None
-                advantage = advantages(batch.rewards, batch.policy_mask, batch.group, std=grpo.std)
-                jax.block_until_ready((old, ref, advantage))
+                # ---- Reward, batch.
+                with timer("reward"):
+                    scored = score_groups(reward, drawn, episodes, algorithm.samples, memory)
+                    rows = updates.micro_rows * algorithm.updates
+                    host_batch = rl.build_batch(episodes, scored, tuple(config.train.buckets), rows=rows)
+                    batch = jax.device_put(host_batch)
 
-            # ---- Update, sync.
-            with timer("update"):
-                state, metrics = update(state, batch, advantage, old, ref)
-                jax.block_until_ready(state)
-            with timer("sync"):
-                engine.sync(state["params"], version=step)
+                # ---- Score: log-probs of the weights that the update starts from and of the reference; PPO: values.
+                with timer("score"):
+                    scores, gap = learner.score(state, batch, reference)
+                    jax.block_until_ready(scores)
 
-            # ---- Log.
-            asked = [q for q in drawn for _ in range(grpo.samples)]
-            line = {name: float(value) for name, value in metrics.items()}
-            line |= reward_metrics(scored, host_batch) | rollout_metrics(episodes, asked, protocol)
-            line |= engine_metrics(engine, rollout, timer.seconds) | timer.pop()
-            writer.write(step, line)
-            console.step(step, line)
-            if step % config.train.episodes_every == 0:
-                parts = [parts for parts, _ in scored]
-                records = [episode_record(e, q, p) for e, q, p in zip(episodes, asked, parts, strict=True)]
-                write_episodes(workdir / "episodes" / f"step_{step:06d}.jsonl", records)
+                # ---- Advantages and updates, then the engine gets the new weights.
+                with timer("update"):
+                    state, metrics = learner.update(state, batch, scores)
+                    jax.block_until_ready(state)
+                with timer("sync"):
+                    engine.sync(state["actor"]["params"], version=step)
 
-            # ---- Evaluation and checkpoint.
-            if step == config.train.steps:
-                evals["final"], after = _evaluate(
-                    engine, test_questions, protocol, retriever, workdir, "final", console
-                )
-            if step % config.train.save_every == 0 or step == config.train.steps:
-                with timer("save"):
-                    checkpoints.save(step, state, {"step": step, "seed": config.seed, "memory": memory})
+                # ---- Log. The seconds of a save stand in the line of the step behind it.
+                asked = [q for q in drawn for _ in range(algorithm.samples)]
+                line = {name: float(value) for name, value in (metrics | gap).items()}
+                line |= reward_metrics(scored, host_batch) | rollout_metrics(episodes, asked, protocol)
+                line |= engine_metrics(engine, rollout, timer.seconds) | timer.pop()
+                work.log(step, line)
+                console.step(step, line)
+                if step % config.train.episodes_every == 0:
+                    work.write_episodes(f"step_{step:06d}", episodes, asked, parts=[parts for parts, _ in scored])
 
-        # ---- What is left of the run: model, results, report, table.
-        if config.train.steps:
-            save_model(workdir / "model", model.config, state["params"], model.tokenizer)
+                # ---- Checkpoint, then evaluation: a start after a kill makes up for what is missing.
+                work.check()
+                if step % config.train.save_every == 0 or _due_evaluations(step, config) or sigterm.received:
+                    with timer("save"):
+                        work.save(step, state, memory)
+                evaluate_due(step)
+        except resume.Terminated:
+            work.save(engine.version, state, memory)
+            console.print(f"SIGTERM: step {engine.version} is saved; the same command goes on from there")
+            raise
+        return _finish(config, work, model, state, evals, retriever, reward, console, own=reward_fn is not None)
+
+
+def _due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
+    """(name, questions) of the evaluations of the weights of a step: before and after training, and on data.dev."""
+    steps, every = config.train.steps, config.train.eval_every
+    due = [(f"dev_step_{step:06d}", "dev")] if step and every and step % every == 0 else []
+    if step == steps:
+        return [*due, ("final", "test")]
+    return [*due, ("initial", "test")] if step == 0 else due
+
+
+def _finish(config, work, model, state, evals, retriever, reward, console, own: bool) -> dict[str, Any]:
+    """What is left of a run: the model, results.json, the report, the table."""
+    params = state["actor"]["params"]
+    if config.train.steps:
+        save_model(work.path / "model", model.config, params, model.tokenizer)
     results = {
         "config": config.name,
         "model": str(config.model.path),
-        "method": config.method if reward_fn is None else reward.entry.name,
-        "variant": config.reward.get("variant", "paper"),
+        "method": reward.entry.name if own else config.method,
+        "variant": None if own else config.reward.get("variant", "paper"),
         "retriever": retriever.info,
-        "evals": evals,
-        "seconds": time.time() - start,
+        "evals": {name: evals[name] for name in ("initial", "final") if evals.get(name)},
+        "seconds": work.seconds(),
+        "params_sha256": params_sha256(params),
     }
-    write_json(workdir / "results.json", results)
-    write_report(workdir, results, read_metrics(workdir), before if config.train.steps else (), after)
-    console.print(results_table(evals.get("initial"), evals["final"]))
-    console.print(f"{results['seconds']:.0f} s. Report: {workdir / 'report.md'}, {workdir / 'episodes.html'}")
+    work.finish(results)
+    _print_results(work, results, console)
     return results
 
 
-def _check_sizes(config: ConfigDict, questions: int) -> None:
-    """What would otherwise show only when a batch is drawn or an episode grows long."""
+def _finished(work: Workdir, results: dict[str, Any], console: Console) -> dict[str, Any]:
+    """A run whose last step, evaluation and report are there: nothing is done again."""
+    console.print("this run is finished; for a new one give another --workdir, or remove this one")
+    _print_results(work, results, console)
+    return results
+
+
+def _print_results(work: Workdir, results: dict[str, Any], console: Console) -> None:
+    console.print(results_table(results["evals"].get("initial"), results["evals"]["final"]))
+    console.print(f"{results['seconds']:.0f} s. parameters sha256 {results['params_sha256']}")
+    console.print(f"Report: {work.path / 'report.md'}, {work.path / 'episodes.html'}")
+
+
+def _check_settings(config: ConfigDict, questions: int, profile: int | None) -> None:
+    """What would otherwise show only when a batch is drawn, an episode grows long or an evaluation is due."""
+    if profile is not None and not 1 <= profile <= config.train.steps:
+        raise UserError(f"--profile is {profile}, the run has the steps 1 to {config.train.steps}; name one of them")
     if not config.train.steps:
         return
-    if config.grpo.questions > questions:
+    if config.train.best not in ("em", "f1", "cover_em"):
+        raise UserError(f"train.best is {config.train.best!r}; use one of: em, f1, cover_em")
+    if config.algorithm.questions > questions:
         raise UserError(
-            f"grpo.questions is {config.grpo.questions}, but {config.data.train} holds {questions} questions: lower it "
-            "(a question asked twice in a step gives the same samples twice)"
+            f"algorithm.questions is {config.algorithm.questions}, but {config.data.train} holds {questions} "
+            "questions: lower it (a question asked twice in a step gives the same samples twice)"
         )
     if max(config.train.buckets) < config.rollout.max_total_tokens:
         raise UserError(
@@ -217,15 +258,26 @@ def engine_metrics(engine: Engine, rollout: RolloutConfig, seconds: dict[str, fl
     return stats | {"rollout/occupancy": stats.get("tokens/sampled", 0) / max(steps * rollout.slots, 1)}
 
 
-def _evaluate(engine, questions, protocol, retriever, workdir, name, console) -> tuple[Subsets, list[dict]]:
+def _evaluate(engine, questions, protocol, retriever, work: Workdir, name: str, console: Console) -> Subsets:
     subsets, episodes = evaluate(engine, questions, protocol, retriever)
     engine.pop_stats()
-    records = [
-        episode_record(e, q, em=em(e.answer, q.golden_answers)) for e, q in zip(episodes, questions, strict=True)
-    ]
-    write_episodes(workdir / "episodes" / f"{name}.jsonl", records)
+    exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, questions, strict=True)]
+    work.write_episodes(name, episodes, questions, em=exact)
+    work.write_evaluation(name, subsets)
     console.print(f"{name} evaluation: EM {100 * subsets['all']['em']:.1f} % of {len(questions)} questions")
-    return subsets, records
+    return subsets
+
+
+def _profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Iterator[int]:
+    """The steps; what happens in step `profile` is traced into workdir/profile (TensorBoard, xprof, Perfetto)."""
+    for step in steps:
+        if step != profile:
+            yield step
+            continue
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call would be an event
+        with jax.profiler.trace(str(workdir / "profile"), profiler_options=options):
+            yield step
 
 
 def _overrides(section: ConfigDict) -> dict[str, Any]:
@@ -233,20 +285,23 @@ def _overrides(section: ConfigDict) -> dict[str, Any]:
 
 
 class Timer:
-    """Seconds of each phase since the last `pop`: `with timer("update"): ...`."""
+    """Seconds of each phase since the last `pop`: `with timer("update"): ...`; the phases are named in a trace too."""
+
+    PHASES = ("rollout", "reward", "score", "update", "sync", "save")
 
     def __init__(self):
-        self.seconds: dict[str, float] = {}
+        self.seconds = dict.fromkeys(self.PHASES, 0.0)
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        with jax.profiler.TraceAnnotation(phase):
+            yield
+        self.seconds[phase] += time.perf_counter() - start
 
     def pop(self) -> dict[str, float]:
         """{"seconds/update": ..., "seconds/total": their sum}."""
-        seconds, self.seconds = self.seconds, {}
+        seconds, self.seconds = self.seconds, dict.fromkeys(self.PHASES, 0.0)
         return {f"seconds/{phase}": value for phase, value in seconds.items()} | {
             "seconds/total": sum(seconds.values())
         }

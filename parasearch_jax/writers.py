@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ COLUMNS = (
 def prepare_workdir(path: str | Path) -> Path:
     """Creates the work directory and proves that it can be written; returns its absolute path.
 
-    Raises UserError if it can't, or if it already holds a run: resume comes with issue 3, and until then two runs
-    must not share one metrics.jsonl.
+    It may hold an earlier start of the run (resume.py compares the two). Raises UserError if it can't be written, or
+    if it holds metrics of something else.
     """
     workdir = Path(path).expanduser().absolute()
     try:
@@ -60,20 +61,21 @@ def prepare_workdir(path: str | Path) -> Path:
             f"can't write into the work directory {workdir}: {error.strerror or error}; give another --workdir"
         ) from error
     metrics = workdir / METRICS
-    if metrics.exists() and metrics.stat().st_size > 0:
+    if metrics.exists() and metrics.stat().st_size > 0 and not (workdir / "config.json").exists():
         raise UserError(
-            f"the work directory {workdir} already holds a run ({METRICS} is not empty) and can't be resumed yet; "
-            "give another --workdir or remove it"
+            f"the work directory {workdir} holds a {METRICS} without a config.json, so no run to resume; give another "
+            "--workdir"
         )
     return workdir
 
 
 def write_json(path: str | Path, obj: Any) -> None:
     """Writes `obj` as JSON, whole or not at all. Numpy and jax scalars become numbers, nan and infinities null."""
-    _write_text(Path(path), json.dumps(_plain(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(Path(path), json.dumps(plain(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes `text`, whole or not at all: a kill leaves at most `<name>.tmp`, which a resume removes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     # A lone surrogate from a decoded half character is written as its JSON escape rather than ending the run.
@@ -81,32 +83,41 @@ def _write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` as JSON can hold it; a number that is not finite becomes None."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if hasattr(value, "tolist"):  # numpy and jax scalars and arrays
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 class MetricsWriter:
-    """Appends one object a step to `workdir/metrics.jsonl` and its numbers to TensorBoard (`workdir/tensorboard`)."""
+    """Appends one object a step to `workdir/metrics.jsonl` and its numbers to TensorBoard (`workdir/tensorboard`).
 
-    def __init__(self, workdir: str | Path):
+    `start` is the step that the run continues from: TensorBoard drops what an earlier start wrote of later steps.
+    In metrics.jsonl `resume.cut_back` has done so.
+    """
+
+    def __init__(self, workdir: str | Path, start: int = 0):
         from tensorboardX import SummaryWriter  # here, so that reading episodes does not need it
 
         self._file = open(Path(workdir) / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
-        self._events = SummaryWriter(str(Path(workdir) / "tensorboard"))
+        self._events = SummaryWriter(
+            str(Path(workdir) / "tensorboard"),
+            purge_step=start + 1,
+            flush_secs=1,  # a thread writes them; its flush() doesn't wait for what is still in the queue
+            filename_suffix=f".{time.time_ns()}",  # files are named by the second: a quick restart would overwrite one
+        )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line, flushed. A number that is not finite is written as null and named: {"nonfinite": {"kl": "nan"}}."""
         raw = {name: _scalar(name, value) for name, value in metrics.items()}
-        line = {"step": None} | _plain(raw) | {"step": int(step)}  # first in the line, whatever `metrics` says
+        line = {"step": None} | plain(raw) | {"step": int(step)}  # first in the line, whatever `metrics` says
         nonfinite = {k: str(v) for k, v in raw.items() if isinstance(v, float) and not math.isfinite(v)}
         if nonfinite:
             line["nonfinite"] = nonfinite
@@ -115,7 +126,6 @@ class MetricsWriter:
         for name, value in line.items():
             if isinstance(value, int | float) and name != "step":
                 self._events.add_scalar(name, value, step)
-        self._events.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -198,8 +208,8 @@ def _action_record(action: Action) -> dict:
 
 def write_episodes(path: str | Path, records: Iterable[dict]) -> None:
     """Writes records (`episode_record`) one a line, the file whole or not at all."""
-    lines = [json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
-    _write_text(Path(path), "".join(lines))
+    lines = [json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    write_text(Path(path), "".join(lines))
 
 
 def read_episodes(path: str | Path) -> list[dict]:

@@ -1,6 +1,9 @@
 """What holds for every test: JAX on two CPU devices, and the way to the golden files."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -9,8 +12,13 @@ import pytest
 # Both before the first use of a device: afterwards they are ignored or refused.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
-if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-    jax.config.update("jax_compilation_cache_dir", cache)
+# Many tests train the same small model: what one compiles the next ones read, and their child processes too.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="parasearch-xla-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 

@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -75,18 +77,59 @@ def steps_on_disk(directory):
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdecimal())
 
 
-def test_keeps_the_last_and_the_best(tmp_path):
-    saver = Checkpoints(tmp_path / "last", keep=2)
+def test_keeps_the_last_ones(tmp_path):
+    saver = Checkpoints(tmp_path, keep=2)
     for step in range(1, 5):
         saver.save(step, {"w": jnp.ones(2)}, {})
     saver.close()
-    assert steps_on_disk(tmp_path / "last") == [3, 4]
+    assert steps_on_disk(tmp_path) == [3, 4]
 
-    saver = Checkpoints(tmp_path / "best", keep=1, best="em")
-    for step, em in ((1, 0.2), (2, 0.9), (3, 0.3), (4, 0.1)):
-        saver.save(step, {"w": jnp.ones(2)}, {}, metrics={"em": em})
+
+def test_keeps_the_protected_one_until_another_is(tmp_path):
+    saver, seen = Checkpoints(tmp_path, keep=1), []
+    for step, protected in ((1, 1), (2, 1), (3, 3), (4, 3), (5, None), (6, None)):
+        saver.save(step, {"w": jnp.ones(2)}, {})
+        saver.protect(protected)  # after the save has begun: what it was measured on is the checkpoint's weights
+        saver.wait()
+        seen.append(steps_on_disk(tmp_path))
     saver.close()
-    assert steps_on_disk(tmp_path / "best") == [2, 4]
+    assert seen == [[1], [1, 2], [1, 3], [3, 4], [3, 5], [6]]
+
+
+def test_protection_is_given_again_after_a_resume(tmp_path):
+    saver = Checkpoints(tmp_path, keep=1)
+    saver.protect(1)
+    for step in (1, 2):
+        saver.save(step, {"w": jnp.ones(2)}, {})
+    saver.close()
+    again = Checkpoints(tmp_path, keep=1)
+    again.protect(1)
+    again.save(3, {"w": jnp.ones(2)}, {})
+    again.close()
+    assert steps_on_disk(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_none_is_refused(tmp_path, keep):
+    with pytest.raises(UserError, match=rf"train\.keep is {keep}, .* at least 1"):
+        Checkpoints(tmp_path, keep=keep)
+
+
+def test_a_kill_while_one_is_deleted_leaves_no_part_of_it(tmp_path):
+    saver = Checkpoints(tmp_path, keep=1)
+    for step in (1, 2):
+        saver.save(step, {"w": jnp.ones(2)}, {})
+    saver._manager.wait_until_finished()  # Orbax is done, the deletion is to come
+    assert steps_on_disk(tmp_path) == [2] and is_complete(tmp_path / "deleted" / "1")
+    Checkpoints(tmp_path, read_only=True).close()
+    assert (tmp_path / "deleted").exists()
+    Checkpoints(tmp_path, keep=1).close()
+    assert [p.name for p in tmp_path.iterdir()] == ["2"]
+    saver.check()
+    saver.save(3, {"w": jnp.ones(2)}, {})
+    saver.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["3"]
+    saver.close()
 
 
 @pytest.fixture
@@ -113,6 +156,53 @@ def test_a_failed_background_save_raises_every_time(tmp_path, small_files):
     again.close()
     assert steps_on_disk(tmp_path) == [1, 2]
     assert not [p for p in tmp_path.iterdir() if "tmp" in p.name]  # the failed save's folder is cleaned up
+
+
+def test_check_reports_a_failed_save_and_the_old_checkpoints_stay(tmp_path, small_files):
+    big = {"w": jax.random.normal(jax.random.key(0), (1 << 20,))}
+    saver = Checkpoints(tmp_path, keep=1)
+    saver.check()
+    saver.save(1, {"w": jnp.ones(3)}, {})
+    saver.wait()
+    saver.check()
+    saver.save(2, big, {})
+    with pytest.raises(UserError, match=r"checkpoint 2 in .* failed: .*the last complete checkpoint is 1"):
+        for _ in range(3000):  # as the loop asks, a step after the other; the save fails long before
+            saver.check()
+            time.sleep(0.01)
+    for call in (saver.check, saver.wait, saver.close):
+        with pytest.raises(UserError, match="checkpoint 2 in"):
+            call()
+    assert steps_on_disk(tmp_path) == [1] and is_complete(tmp_path / "1")  # keep=1, but 2 never came to be
+
+
+def test_check_does_not_wait(tmp_path, monkeypatch):
+    go = threading.Event()
+    saver = Checkpoints(tmp_path)
+    finish = saver._manager._finalize
+    monkeypatch.setattr(saver._manager, "_finalize", lambda *args: (go.wait(20), finish(*args)))
+    saver.save(1, {"w": jnp.ones(3)}, {})
+    saver.check()
+    assert not go.is_set() and saver._manager.is_saving_in_progress()  # check came back while the save went on
+    go.set()
+    saver.wait()
+    saver.check()
+    saver.close()
+    assert steps_on_disk(tmp_path) == [1]
+
+
+def test_a_save_that_can_not_begin_is_a_failed_save(tmp_path, monkeypatch):
+    saver = Checkpoints(tmp_path)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver._manager, "save", full)
+    with pytest.raises(UserError, match=r"checkpoint 1 in .*No space left"):
+        saver.save(1, {"w": jnp.ones(3)}, {})
+    for call in (saver.check, saver.close):
+        with pytest.raises(UserError, match="checkpoint 1 in"):
+            call()
 
 
 def test_unfinished_and_foreign_folders_are_not_taken(tmp_path):

@@ -47,7 +47,7 @@ CASES = {
     "unwritable work directory": (lambda tmp: f"--workdir={file(tmp, 'in the way')}/run", ["work directory"]),
     "more questions a step than there are": (
         lambda tmp: f"--config.data.train={file(tmp, json.dumps(first_row('train.jsonl')))}",
-        ["grpo.questions", "holds 1 questions"],
+        ["algorithm.questions", "holds 1 questions"],
     ),
     "episodes longer than the buckets": (lambda tmp: "--config.rollout.max_total_tokens=400", ["buckets", "400"]),
     "unknown reward": (lambda tmp: "--config.reward.name=em2", ["em2", "parallel_search"]),
@@ -67,10 +67,34 @@ def test_bad_input_is_one_clear_line(name, tmp_path):
     assert all(word in told for word in words), told
 
 
-def test_a_used_work_directory_is_refused(tmp_path):
+def test_a_work_directory_of_something_else_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     done = launch("--config=configs/parallel_tiny.py:smoke", f"--workdir={tmp_path}")
-    assert done.returncode != 0 and "already holds a run" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode != 0 and "no run to resume" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("",), "runs/parallel_tiny"),
+        ((":ppo,smoke,seed=2",), "runs/parallel_tiny_ppo_smoke_seed2"),
+        (("", "--config.reward.lambda_d=0.5", "--config.data.test=a/b c.jsonl"),
+         "runs/parallel_tiny,data.test=a_b_c.jsonl,reward.lambda_d=0.5"),
+        (("", "--config.train.steps=60"), "runs/parallel_tiny"),  # the same run, for longer
+        (("", "--config.protocol.prompt=" + "x" * 300), "runs/parallel_tiny,protocol.prompt=" + "x" * 80),
+    ],
+)  # fmt: skip
+def test_the_command_names_the_work_directory(args, expected):
+    """The same command finds its run again, another one does not meet it."""
+    code = (
+        "import sys, launch\n"
+        "launch.parse(['launch.py', *sys.argv[1:]])\n"
+        "print(launch.default_workdir(launch.CONFIG.value))"
+    )
+    command = [sys.executable, "-c", code, f"--config=configs/parallel_tiny.py{args[0]}", *args[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    told = done.stdout.strip()
+    assert told.startswith(expected) if len(told) > 100 else told == expected, done.stderr
 
 
 def test_without_a_configuration(tmp_path):

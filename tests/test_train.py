@@ -32,7 +32,7 @@ def small(tmp_path, **leaves):
         path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
         config.data[name] = str(path)
     config.train.update(steps=2, save_every=1, episodes_every=1, buckets=(320,))
-    config.grpo.update(questions=2, samples=4)
+    config.algorithm.update(questions=2, samples=4)
     config.learner.micro_rows = 4
     config.rollout.slots = 8
     config.update_from_flattened_dict(leaves)
@@ -74,6 +74,7 @@ def test_metrics_have_a_line_a_step(run):
         assert line["reward/total"] == pytest.approx(total, abs=1e-6)
         for phase in ("prefill", "decode", "wait", "schedule", "reward", "score", "update", "sync"):
             assert line[f"seconds/{phase}"] > 0
+        assert (line["seconds/save"] > 0) == (line["step"] == 2)  # that of the step before
         assert 0 < line["rollout/occupancy"] <= 1
 
 
@@ -90,17 +91,18 @@ def test_checkpoint_and_model_are_the_trained_weights(run):
     trained = load_model(workdir)
     tx = make_optimizer(OptimConfig(**config.optimizer))
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
-    state, run_state = checkpoints.restore(checkpoints.latest(), init_state(trained.params, tx))
-    assert run_state["step"] == 2 and int(state["step"]) == 2
-    jax.tree.map(np.testing.assert_array_equal, state["params"], trained.params)
+    state, run_state = checkpoints.restore(checkpoints.latest(), {"actor": init_state(trained.params, tx)})
+    assert run_state["step"] == 2 and int(state["actor"]["step"]) == 2
+    jax.tree.map(np.testing.assert_array_equal, state["actor"]["params"], trained.params)
     base = load_model(config.model.path)
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), base.params, trained.params)
     assert all(change > 0 for change in jax.tree.leaves(moved))
 
 
 def test_the_same_run_gives_the_same_weights_bit_for_bit(run, tmp_path):
-    config, workdir, _ = run
-    training.train(config, workdir=tmp_path / "again")
+    config, workdir, results = run
+    again = training.train(config, workdir=tmp_path / "again")
+    assert again["params_sha256"] == results["params_sha256"]
     again, before = load_model(tmp_path / "again"), load_model(workdir)
     jax.tree.map(np.testing.assert_array_equal, again.params, before.params)
 

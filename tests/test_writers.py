@@ -54,12 +54,16 @@ def test_workdir_without_permission(tmp_path):
         tmp_path.chmod(0o700)
 
 
-def test_workdir_that_holds_a_run_is_refused(tmp_path):
+def test_workdir_that_holds_a_run_is_taken_again_and_one_with_other_metrics_is_refused(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write(1, {"loss": 1.0})
     writer.close()
-    with pytest.raises(UserError, match=r"already holds a run .*give another --workdir or remove it"):
+    with pytest.raises(UserError, match=r"holds a metrics\.jsonl without a config\.json.*give another --workdir"):
         prepare_workdir(tmp_path)
+    write_json(tmp_path / "config.json", {})
+    before = sorted(tmp_path.rglob("*"))
+    assert prepare_workdir(tmp_path) == tmp_path
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # ------------------------------------------------------------------------------------------------------------- JSON
@@ -111,20 +115,39 @@ def test_metrics_are_flat(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_tensorboard_holds_the_finite_numbers(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401  (the format below is its mirror image)
+def events(workdir):
+    """What a reader of TensorBoard files is left with: a session's start purges what came before, from its step on."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+    found = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:  # length (8 bytes), its crc (4), the event, its crc (4)
+            size = int.from_bytes(data[:8], "little")
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.HasField("session_log") and event.session_log.status == SessionLog.START:
+                found = [old for old in found if old[0] < event.step]
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+    return found
+
+
+def test_tensorboard_holds_the_finite_numbers(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write(3, {"reward/total": 0.5, "kl": float("nan"), "phase": "train"})
     writer.close()
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    data, found = path.read_bytes(), []
-    while data:  # length (8 bytes), its crc (4), the event, its crc (4)
-        size = int.from_bytes(data[:8], "little")
-        event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
-        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-    assert found == [(3, "reward/total", 0.5)]
+    assert events(tmp_path) == [(3, "reward/total", 0.5)]
+
+
+def test_tensorboard_drops_the_steps_after_the_one_a_run_continues_from(tmp_path):
+    for start, steps, value in ((0, (0, 1, 2, 3), 0.25), (1, (2, 3), 0.5), (3, (4,), 1.0)):
+        writer = MetricsWriter(tmp_path, start)  # all within a second, so a file must not overwrite the one before
+        for step in steps:
+            writer.write(step, {"loss": value})
+        writer.close()
+    want = [(0, 0.25), (1, 0.25), (2, 0.5), (3, 0.5), (4, 1.0)]
+    assert events(tmp_path) == [(step, "loss", value) for step, value in want]
+    MetricsWriter(tmp_path).close()  # from the beginning again: only the evaluation before training is left
+    assert events(tmp_path) == [(0, "loss", 0.25)]
 
 
 # --------------------------------------------------------------------------------------------------------- episodes

@@ -6,9 +6,11 @@ format away -> its fields under our names). A new public format is a new line in
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,8 @@ KIND_OF_TYPE = {
     "null_query": "unknown",
 } | {kind: kind for kind in KINDS}
 SINGLE_HOP_SETS = ("nq", "triviaqa", "popqa")
+
+_NAMED_FILE = re.compile(r"(?:([\w.-]*)=)?(.*)")  # a "=" further on belongs to the path
 
 _OWN_FIELDS = ("id", "question", "golden_answers", "dataset")  # the rest of a row goes to Question.meta
 
@@ -82,6 +86,41 @@ def load_questions(path: str | os.PathLike, dataset: str = "") -> list[Question]
         raise UserError(f"questions file {path} holds no question; it needs one JSON object a line")
     _log_kinds(path, questions)
     return questions
+
+
+def load_question_sets(spec: str) -> list[Question]:
+    """The questions of one file or of several: "a.jsonl" or "nq=nq/train.jsonl,hotpotqa=hotpotqa/train.jsonl".
+
+    A name is the data set of the file's rows. With several files ids become "name/id", or "stem/id" without a name:
+    public sets number their questions alike ("train_0"). Raises UserError as `question_files` and `load_questions`.
+    """
+    files = question_files(spec)
+    if len(files) == 1:
+        return load_questions(files[0][1], dataset=files[0][0])
+    return [
+        dataclasses.replace(question, id=f"{name or path.stem}/{question.id}")
+        for name, path in files
+        for question in load_questions(path, dataset=name)
+    ]
+
+
+def question_files(spec: str) -> list[tuple[str, Path]]:
+    """(name, path) of each file that a `load_question_sets` spec names, the name "" where it gives none; reads nothing.
+
+    Raises UserError for an item without a path, and for two files whose ids would get the same prefix.
+    """
+    files = []
+    for item in spec.split(","):
+        name, path = _NAMED_FILE.fullmatch(item.strip()).groups()
+        if not path:
+            raise UserError(
+                f"questions {spec!r}: {item!r} names no file; write file.jsonl or name=file.jsonl, with commas"
+            )
+        files.append((name or "", Path(path)))
+    prefixes = Counter(name or path.stem for name, path in files)
+    if twice := [prefix for prefix, count in prefixes.items() if count > 1]:
+        raise UserError(f"questions {spec!r}: {twice[0]!r} stands for two files; give each a name: name=file.jsonl")
+    return files
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -80,16 +80,16 @@ def _leaf(tree: Params, path: tuple[str, ...]) -> Any:
 def load_config(directory: str | os.PathLike, dtype: str = "float32") -> DecoderConfig:
     """Reads config.json, and the end tokens that only generation_config.json lists (Qwen2.5-Instruct)."""
     directory = Path(directory)
-    hf = _read_json(directory / "config.json")
+    hf = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     cfg = DecoderConfig.from_hf(hf, dtype)
     if generation.exists():
-        more = DecoderConfig.from_hf({**hf, "eos_token_id": _read_json(generation).get("eos_token_id")})
+        more = DecoderConfig.from_hf({**hf, "eos_token_id": read_json(generation).get("eos_token_id")})
         cfg = dataclasses.replace(cfg, eos_token_ids=tuple(dict.fromkeys(cfg.eos_token_ids + more.eos_token_ids)))
     return cfg
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if not index.exists():
         files = [directory / "model.safetensors"]
     else:
-        files = [directory / file for file in sorted(set(_read_json(index)["weight_map"].values()))]
+        files = [directory / file for file in sorted(set(read_json(index)["weight_map"].values()))]
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise UserError(f"{directory} lacks {', '.join(absent)}. Give a directory with the model's safetensors files.")

@@ -8,7 +8,49 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from parasearch_jax.rl.losses import masked_mean
+
 EPS = 1e-6  # added to the standard deviation by the released code
+
+
+def gae(
+    rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Generalised advantage estimates and returns, both float32 [B, T], 0 outside `mask`; not whitened.
+
+    The tokens of `mask` [B, T] are the time steps; what lies between them does not exist: no discount, no value. With
+    d_t = r_t + gamma V_t' - V_t and t' the next time step (V = 0 behind the last): A_t = d_t + gamma lam A_t', and the
+    return is A_t + V_t. `values[b, t]` is the value before token t is chosen. Values outside `mask` may be anything.
+
+        tokens  policy policy docs docs policy        the value of the second policy token is bootstrapped from the
+        steps     0      1     -    -     2           last one's, with one gamma
+
+    Source: arXiv 1506.02438 Eq. 16; `mask` = policy tokens is the design's `strict`. Search-R1's
+    `core_algos.compute_gae_advantage_return` is the same with the attention mask: documents are steps.
+    """
+    keep = mask > 0
+    rewards, values = (jnp.where(keep, x, 0.0).astype(jnp.float32) for x in (rewards, values))
+
+    def step(carry, column):
+        advantage, following = carry
+        r, v, here = column
+        new = r + gamma * following - v + gamma * lam * advantage
+        return (jnp.where(here, new, advantage), jnp.where(here, v, following)), jnp.where(here, new, 0.0)
+
+    zero = jnp.zeros(rewards.shape[0], jnp.float32)
+    _, advantages = jax.lax.scan(step, (zero, zero), (rewards.T, values.T, keep.T), reverse=True)
+    return advantages.T, jnp.where(keep, advantages.T + values, 0.0)
+
+
+def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """(x - mean) / sqrt(var + 1e-8) over the tokens of `mask` [B, T], 0 elsewhere; one or no token gives 0.
+
+    The variance divides by n - 1. Source: Search-R1 `torch_functional.masked_whiten`.
+    """
+    n = mask.sum()
+    deviation = jnp.where(mask > 0, x - masked_mean(x, mask), 0.0)
+    variance = (deviation**2).sum() / jnp.maximum(n - 1, 1)
+    return deviation * jax.lax.rsqrt(variance + 1e-8)
 
 
 def grpo(rewards: jax.Array, mask: jax.Array, group: jax.Array, std: str = "sample", floor: float = 1e-4) -> jax.Array:

@@ -76,6 +76,13 @@ def build_batch(
     return batch
 
 
+def response_mask(batch: Batch) -> jax.Array:
+    """float32 [B, T]: 1 from a row's first policy token to its end, documents and notices included; 0 on prompt and
+    padding. What the released code takes for time steps of GAE, for whitening and for the critic's loss."""
+    begun = jax.lax.cummax(batch.policy_mask, axis=1)
+    return begun * (batch.positions < batch.lengths[:, None])
+
+
 def _bucket(names: list[str], lengths: list[int], buckets: tuple[int, ...]) -> int:
     longest = int(np.argmax(lengths))
     fitting = [size for size in buckets if size >= lengths[longest]]

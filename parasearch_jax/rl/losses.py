@@ -60,6 +60,32 @@ def policy_loss(
     return masked_sum(jnp.maximum(free, clipped), mask) / denominator, metrics
 
 
+def value_loss(
+    values: jax.Array,
+    old_values: jax.Array,
+    returns: jax.Array,
+    mask: jax.Array,
+    clip: float = 0.5,
+    denominator: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Clipped value loss: sum of max((v - R)^2, (v' - R)^2) / 2 / denominator, v' the value kept within `clip` of old.
+
+    All arrays [B, T]; `denominator` as in `policy_loss`. Metrics (float32 scalars over unmasked tokens):
+    value_clip_fraction, the share where the clipped term counts; value_mean.
+    Source: Search-R1 `core_algos.compute_value_loss` (its cliprange_value is 0.5).
+    """
+    denominator = token_count(mask) if denominator is None else denominator
+    keep = mask > 0
+    values, old_values, returns = (jnp.where(keep, x, 0.0) for x in (values, old_values, returns))
+    free = (values - returns) ** 2
+    clipped = (jnp.clip(values, old_values - clip, old_values + clip) - returns) ** 2
+    metrics = {
+        "value_clip_fraction": masked_sum(clipped > free, mask) / denominator,
+        "value_mean": masked_sum(values, mask) / denominator,
+    }
+    return 0.5 * masked_sum(jnp.maximum(free, clipped), mask) / denominator, metrics
+
+
 def kl(logprobs: jax.Array, ref_logprobs: jax.Array, kind: str = "k3", mask: jax.Array | None = None) -> jax.Array:
     """Per-token estimate of KL(policy || reference), float32 [B, T], from log-probs of the sampled ids.
 

@@ -16,7 +16,7 @@ from parasearch_jax.errors import UserError
 from parasearch_jax.models.decoder import DecoderConfig
 from parasearch_jax.rl.batch import Batch
 from parasearch_jax.rl.logprobs import sequence_logprobs
-from parasearch_jax.rl.losses import kl, masked_sum, policy_loss, sampler_gap, token_count
+from parasearch_jax.rl.losses import kl, masked_sum, policy_loss, token_count
 
 State = dict  # {"params": tree, "opt": optax state, "step": int32 updates done, "skipped": int32 updates refused}
 Metrics = dict[str, jax.Array]
@@ -47,7 +47,7 @@ class UpdateConfig:
 
 
 def init_state(params, tx: optax.GradientTransformation) -> State:
-    """State of an untrained policy. Copies `params`: the update donates its state, the caller may keep a reference."""
+    """State of an untrained model. Copies `params`: the update donates its state, the caller may keep a reference."""
     params = jax.tree.map(jnp.copy, params)
     return {
         "params": params,
@@ -65,8 +65,9 @@ def make_score(cfg: DecoderConfig, ucfg: UpdateConfig) -> Callable:
         return tuple(jnp.where(micro.policy_mask > 0, x, 0.0) for x in out)
 
     @jax.jit
+    @jax.named_scope("score")
     def score(params, batch: Batch):
-        return _join(jax.lax.map(lambda micro: score_micro(params, micro), _split(batch, ucfg.micro_rows)))
+        return join(jax.lax.map(lambda micro: score_micro(params, micro), split(batch, ucfg.micro_rows)))
 
     return score
 
@@ -78,42 +79,27 @@ def make_update(cfg: DecoderConfig, ucfg: UpdateConfig, tx: optax.GradientTransf
     one global token denominator. A loss or gradient that is not finite leaves parameters and optimizer as they are and
     counts in `skipped`. `ref_logprobs` is needed for kl_coef > 0; without the coefficient it is only measured.
     Metrics, float32 scalars over policy tokens: loss, policy_loss, entropy, clip_fraction, approx_kl, ratio_mean,
-    ratio_max, kl (with a reference), grad_norm (before clipping), update_norm, param_norm, gap_mean, gap_max, ess, and
-    skipped (int32, all refused updates so far). The gap compares the weights that this update starts from with the
-    sampler, so the first update of a batch shows the gap between the two programs.
+    ratio_max, kl (with a reference), grad_norm (before clipping), update_norm, param_norm, and skipped (int32, all
+    refused updates so far).
     """
 
+    @jax.named_scope("update")
     def update(state: State, batch: Batch, advantages, old_logprobs, ref_logprobs=None):
         if ucfg.kl_coef and ref_logprobs is None:
             raise ValueError(f"update: kl_coef is {ucfg.kl_coef} but ref_logprobs is None; score the reference first")
         data = (batch, advantages, old_logprobs, ref_logprobs)
-        grads, logprobs, entropy = _accumulate(state["params"], cfg, ucfg, data)
-        _, metrics = _loss(ucfg, logprobs, entropy, data, token_count(batch.policy_mask))
-        metrics |= sampler_gap(logprobs, batch.logprobs, batch.policy_mask)
-        metrics["grad_norm"] = optax.tree.norm(grads)
-        ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        state, metrics["update_norm"] = _apply(tx, state, grads, ok)
-        metrics["param_norm"] = optax.tree.norm(state["params"])
-        return state, metrics | {"skipped": state["skipped"]}
+        denominator = token_count(batch.policy_mask)  # of the whole batch: the result must not depend on the split
+
+        def micro_loss(params, micro):
+            logprobs, entropy = _logprobs(params, cfg, ucfg, micro[0])
+            return _loss(ucfg, logprobs, entropy, micro, denominator)[0], (logprobs, entropy)
+
+        grads, (logprobs, entropy) = accumulate(micro_loss, state["params"], data, ucfg.micro_rows)
+        _, metrics = _loss(ucfg, logprobs, entropy, data, denominator)
+        state, norms = apply_gradients(tx, state, grads, metrics["loss"])
+        return state, metrics | norms
 
     return jax.jit(update, donate_argnums=0)
-
-
-def _accumulate(params, cfg: DecoderConfig, ucfg: UpdateConfig, data):
-    """Gradient of the loss over all micro-batches, float32, and the log-probs and entropies [B, T] met on the way."""
-    denominator = token_count(data[0].policy_mask)  # of the whole batch: the result must not depend on the split
-
-    def micro_loss(params, micro):
-        logprobs, entropy = _logprobs(params, cfg, ucfg, micro[0])
-        return _loss(ucfg, logprobs, entropy, micro, denominator)[0], (logprobs, entropy)
-
-    def step(total, micro):
-        grads, out = jax.grad(micro_loss, has_aux=True)(params, micro)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), out
-
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    grads, out = jax.lax.scan(step, zeros, _split(data, ucfg.micro_rows))
-    return grads, *_join(out)
 
 
 def _loss(ucfg: UpdateConfig, logprobs, entropy, data, denominator) -> tuple[jax.Array, Metrics]:
@@ -130,18 +116,6 @@ def _loss(ucfg: UpdateConfig, logprobs, entropy, data, denominator) -> tuple[jax
     return loss, metrics | {"loss": loss}
 
 
-def _apply(tx: optax.GradientTransformation, state: State, grads, ok) -> tuple[State, jax.Array]:
-    """The state after the step if `ok`, else the same state with one more skipped; and the norm of the step."""
-    kept = {"params": state["params"], "opt": state["opt"]}
-    updates, opt = tx.update(grads, state["opt"], state["params"])
-    new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
-    state = jax.tree.map(lambda n, k: jnp.where(ok, n, k), new, kept) | {
-        "step": state["step"] + ok.astype(jnp.int32),
-        "skipped": state["skipped"] + (~ok).astype(jnp.int32),
-    }
-    return state, jnp.where(ok, optax.tree.norm(updates), 0.0)
-
-
 def _logprobs(params, cfg: DecoderConfig, ucfg: UpdateConfig, micro: Batch):
     """Log-probs and entropies [R, T] of a micro-batch."""
     return sequence_logprobs(
@@ -156,18 +130,53 @@ def _logprobs(params, cfg: DecoderConfig, ucfg: UpdateConfig, micro: Batch):
     )
 
 
-def _split(tree, rows: int):
+# ------------------------------------------------------------------------------ what policy and critic do alike
+
+
+def accumulate(micro_loss: Callable, params, data, rows: int):
+    """Gradient of the sum of `micro_loss(params, micro) -> (loss, out)` over the micro-batches of `data`, in float32,
+    and `out` of all of them, joined to [B, T]."""
+
+    def step(total, micro):
+        grads, out = jax.grad(micro_loss, has_aux=True)(params, micro)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), out
+
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    grads, out = jax.lax.scan(step, zeros, split(data, rows))
+    return grads, join(out)
+
+
+def apply_gradients(tx: optax.GradientTransformation, state: State, grads, loss) -> tuple[State, Metrics]:
+    """One step of the optimizer. If loss or gradient is not finite: the same state with one more skipped.
+
+    Metrics: grad_norm (before clipping), update_norm, param_norm, skipped.
+    """
+    grad_norm = optax.tree.norm(grads)
+    ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    kept = {"params": state["params"], "opt": state["opt"]}
+    updates, opt = tx.update(grads, state["opt"], state["params"])
+    new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+    state = jax.tree.map(lambda n, k: jnp.where(ok, n, k), new, kept) | {
+        "step": state["step"] + ok.astype(jnp.int32),
+        "skipped": state["skipped"] + (~ok).astype(jnp.int32),
+    }
+    update_norm = jnp.where(ok, optax.tree.norm(updates), 0.0)
+    norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": optax.tree.norm(state["params"])}
+    return state, norms | {"skipped": state["skipped"]}
+
+
+def split(tree, rows: int):
     """[B, ...] leaves as [M, R, ...]. Micro-batch m takes rows m, m + M, m + 2M ..., so that with B sharded in blocks
     every device holds its share of every micro-batch and no row moves."""
 
-    def split(x):
+    def leaf(x):
         if x.shape[0] % rows:
             raise ValueError(f"batch of {x.shape[0]} rows, micro_rows {rows}: build the batch with rows={rows}")
         return x.reshape(rows, -1, *x.shape[1:]).swapaxes(0, 1)
 
-    return jax.tree.map(split, tree)
+    return jax.tree.map(leaf, tree)
 
 
-def _join(tree):
-    """The inverse of `_split`."""
+def join(tree):
+    """The inverse of `split`."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)

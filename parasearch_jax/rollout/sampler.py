@@ -54,6 +54,7 @@ def init_state(cfg: DecoderConfig, slots: int, cells: int) -> SamplerState:
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "window"), donate_argnames="state")
+@jax.named_scope("rollout")
 def extend(params: Params, state: SamplerState, feed: dict, *, cfg: DecoderConfig, window: int) -> SamplerState:
     """Appends tokens to slots and starts a turn in each.
 
@@ -79,6 +80,7 @@ def extend(params: Params, state: SamplerState, feed: dict, *, cfg: DecoderConfi
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "steps", "window"), donate_argnames="state")
+@jax.named_scope("rollout")
 def decode_chunk(
     params: Params,
     state: SamplerState,

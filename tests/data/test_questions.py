@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parasearch_jax.data import Question, load_questions
-from parasearch_jax.data.questions import kind_of
+from parasearch_jax.data import Question, load_question_sets, load_questions
+from parasearch_jax.data.questions import kind_of, question_files
 from parasearch_jax.errors import UserError
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -106,6 +106,83 @@ def test_kinds_are_logged(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         load_questions(write(tmp_path, GOOD, GOOD | {"id": "2", "type": None}))
     assert "2 questions: 1 parallel, 1 unknown" in caplog.text and caplog.records[-1].levelname == "WARNING"
+
+
+def flashrag(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"question": "Who?", "golden_answers": ["Ann"]} | row) + "\n" for row in rows))
+    return path
+
+
+def test_several_sets_keep_their_names_and_their_ids_apart(tmp_path):
+    nq = flashrag(tmp_path / "nq" / "train.jsonl", {"id": "train_0"}, {"id": "train_1"})
+    hotpotqa = flashrag(
+        tmp_path / "hotpotqa" / "train.jsonl",
+        {"id": "train_0", "metadata": {"type": "comparison", "level": "medium"}},
+        {"id": "train_1", "metadata": {"type": "bridge", "level": "easy"}},
+    )
+    questions = load_question_sets(f"nq={nq}, hotpotqa={hotpotqa}")
+    assert [(q.id, q.dataset, q.kind) for q in questions] == [
+        ("nq/train_0", "nq", "single"),
+        ("nq/train_1", "nq", "single"),
+        ("hotpotqa/train_0", "hotpotqa", "parallel"),
+        ("hotpotqa/train_1", "hotpotqa", "sequential"),
+    ]
+    assert questions[2].meta == {"type": "comparison", "level": "medium"}
+
+
+def test_a_set_without_a_name_goes_by_its_file(tmp_path):
+    first = flashrag(tmp_path / "first.jsonl", {"id": "0"})
+    second = flashrag(tmp_path / "second.jsonl", {"id": "0"})
+    questions = load_question_sets(f"{first},x={second}")
+    assert [(q.id, q.dataset) for q in questions] == [("first/0", ""), ("x/0", "x")]
+
+
+def test_one_file_is_load_questions(tmp_path):
+    path = write(tmp_path, GOOD, GOOD | {"id": "q2", "type": None})
+    assert load_question_sets(str(path)) == load_questions(path)
+    assert load_question_sets(f"nq={path}") == load_questions(path, dataset="nq")
+    odd = flashrag(tmp_path / "step=3" / "a.jsonl", {"id": "0"})  # "=" in a path, as sweeps write it
+    assert load_question_sets(str(odd)) == load_questions(odd)
+
+
+def test_files_of_a_spec():
+    assert question_files("a.jsonl") == [("", Path("a.jsonl"))]
+    files = question_files("2wikimultihopqa=/x/dev.jsonl, b/step=3/c.jsonl")
+    assert files == [("2wikimultihopqa", Path("/x/dev.jsonl")), ("", Path("b/step=3/c.jsonl"))]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "'' names no file; write"),
+        ("a.jsonl,,b.jsonl", "'' names no file"),
+        ("nq=", "'nq=' names no file"),
+        ("nq/train.jsonl,hotpotqa/train.jsonl", "'train' stands for two files; give each a name"),
+        ("nq=a.jsonl,nq=b.jsonl", "'nq' stands for two files"),
+    ],
+)
+def test_a_spec_that_names_no_file_or_one_name_twice(spec, message):
+    with pytest.raises(UserError, match=message):
+        load_question_sets(spec)
+
+
+def test_errors_in_a_set_name_its_file(tmp_path):
+    good = flashrag(tmp_path / "good.jsonl", {"id": "0"})
+    with pytest.raises(UserError, match=r"absent\.jsonl does not exist"):
+        load_question_sets(f"{good},nq={tmp_path}/absent.jsonl")
+
+
+@pytest.mark.skipif(not (SHARED / "data/qa").is_dir(), reason="shared/data is not part of the repository")
+def test_real_sets_together():
+    paths = {name: SHARED / f"data/qa/{name}.jsonl" for name in ("nq", "hotpotqa")}
+    questions = load_question_sets(",".join(f"{name}={path}" for name, path in paths.items()))
+    assert len(questions) == len({q.id for q in questions}) == 410 + 600
+    assert {(q.dataset, q.kind) for q in questions} == {
+        ("nq", "single"),
+        ("hotpotqa", "parallel"),
+        ("hotpotqa", "sequential"),
+    }
 
 
 @pytest.mark.skipif(not (SHARED / "data/qa").is_dir(), reason="shared/data is not part of the repository")

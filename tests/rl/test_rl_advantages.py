@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parasearch_jax.rl import grpo
+from parasearch_jax.rl import gae, grpo, whiten
 
 
 def advantages(rewards, group, live=None, **options):
@@ -70,3 +70,61 @@ def test_under_jit_and_unknown_std():
     np.testing.assert_allclose(jax.jit(grpo)(rewards, mask, group), grpo(rewards, mask, group), atol=1e-6)
     with pytest.raises(ValueError, match="std 'none'"):
         grpo(rewards, mask, group, std="none")
+
+
+# -------------------------------------------------------------------------------------------------------------- GAE
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95)])
+def test_released_gae_and_whitening(golden, gamma, lam):
+    """The released code takes every token of the response for a time step: the attention mask in place of ours."""
+    mask = golden["attn"]
+    advantages, returns = gae(golden["rewards"], golden["values"], mask, gamma, lam)
+    np.testing.assert_allclose(returns * mask, golden[f"gae_ret_{gamma}_{lam}"] * mask, atol=1e-5)
+    np.testing.assert_allclose(whiten(advantages, mask) * mask, golden[f"gae_adv_{gamma}_{lam}"] * mask, atol=1e-5)
+
+
+def gae_of_one_row(rewards, values, gamma, lam):
+    """Eq. 16 of the GAE paper for a row of nothing but time steps."""
+    steps = len(rewards)
+    following = np.append(values[1:], 0.0)
+    deltas = rewards + gamma * following - values
+    return np.array([sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, steps)) for t in range(steps)])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.7)])
+def test_environment_tokens_are_no_time_steps(gamma, lam):
+    """Strict: the result is that of the policy tokens alone, and nothing at the others matters, NaN included."""
+    rng = np.random.default_rng(0)
+    mask = (rng.random((5, 12)) < 0.5).astype(np.float32)
+    mask[0] = 0
+    rewards, values = rng.normal(size=(2, 5, 12)).astype(np.float32)
+    dirty = [np.where(mask, x, np.nan) for x in (rewards, values)]
+    advantages, returns = jax.jit(gae)(*dirty, mask, gamma, lam)
+    for b in range(5):
+        at = np.flatnonzero(mask[b])
+        expected = gae_of_one_row(rewards[b, at], values[b, at], gamma, lam)
+        np.testing.assert_allclose(advantages[b, at], expected, atol=1e-5)
+        np.testing.assert_allclose(returns[b, at], expected + values[b, at], atol=1e-5)
+    assert not np.asarray(advantages)[mask == 0].any() and not np.asarray(returns)[mask == 0].any()
+
+
+def test_terminal_reward_reaches_every_policy_token_when_the_row_ends_in_documents():
+    """p p d p d d, reward 1 on the last policy token: one discount a policy token, none for documents."""
+    mask = np.array([[1, 1, 0, 1, 0, 0]], np.float32)
+    advantages, _ = gae(np.array([[0, 0, 0, 1, 0, 0]], np.float32), np.zeros_like(mask), mask, 0.5, 1.0)
+    np.testing.assert_allclose(advantages, [[0.25, 0.5, 0, 1, 0, 0]])
+
+
+def test_without_values_and_discount_the_advantage_is_the_return_to_go():
+    mask = np.ones((1, 4), np.float32)
+    advantages, returns = gae(np.array([[0.5, 0, 0, 1]], np.float32), np.zeros_like(mask), mask)
+    np.testing.assert_allclose(advantages, [[1.5, 1, 1, 1]])
+    np.testing.assert_allclose(returns, advantages)
+
+
+def test_whitening_of_one_token_of_none_and_of_garbage():
+    x = np.array([[3.0, np.nan, 5.0]], np.float32)
+    np.testing.assert_allclose(whiten(x, np.array([[1.0, 0, 1]])), [[-np.sqrt(0.5), 0, np.sqrt(0.5)]], atol=1e-6)
+    for mask in ([[1.0, 0, 0]], [[0.0, 0, 0]]):
+        np.testing.assert_array_equal(whiten(x, np.array(mask)), np.zeros((1, 3)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parasearch_jax.rl import kl, policy_loss
+from parasearch_jax.rl import kl, policy_loss, value_loss
 from parasearch_jax.rl.losses import masked_mean, masked_sum, sampler_gap
 
 NAN, INF = float("nan"), float("inf")
@@ -126,3 +126,29 @@ def test_sampler_gap_against_numpy():
     np.testing.assert_allclose(got["gap_max"], np.abs(d).max(), rtol=1e-5)
     np.testing.assert_allclose(got["ess"], w.sum() ** 2 / (len(w) * (w**2).sum()), rtol=1e-5)
     np.testing.assert_allclose(sampler_gap(trainer, trainer, mask)["ess"], 1, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- value loss
+
+
+def test_released_value_loss(golden):
+    loss, metrics = value_loss(golden["vpred"], golden["values"], golden["returns"], golden["info"])
+    np.testing.assert_allclose(loss, golden["value_loss"], atol=1e-5)
+    np.testing.assert_allclose(metrics["value_clip_fraction"], golden["value_clipfrac"], atol=1e-5)
+
+
+def test_value_clip_by_hand():
+    """Old value 0, clip 0.5. Beyond the clip the loss is that of the clipped value where that is larger, without
+    gradient: (1 -> target 2) counts (0.5 - 2)^2; (1 -> target 0) counts its own 1."""
+    values, returns = row(1, 1, 0.25, NAN), row(2, 0, 1, 1)
+    f = jax.value_and_grad(lambda v: value_loss(v, row(0, 0, 0, 0), returns, row(1, 1, 1, 0)), has_aux=True)
+    (loss, metrics), grad = f(values)
+    np.testing.assert_allclose(loss, 0.5 * (1.5**2 + 1 + 0.75**2) / 3, atol=1e-6)
+    np.testing.assert_allclose(grad, [[0, 1 / 3, -0.75 / 3, 0]], atol=1e-6)
+    np.testing.assert_allclose([metrics["value_clip_fraction"], metrics["value_mean"]], [1 / 3, 0.75], atol=1e-6)
+
+
+def test_value_loss_of_an_all_masked_batch_is_nothing():
+    f = jax.value_and_grad(lambda v: value_loss(v, row(NAN), row(INF), row(0))[0])
+    loss, grad = f(row(NAN))
+    assert loss == 0 and not grad.any()

@@ -1,0 +1,165 @@
+"""What a large run needs and this machine lacks, on one page, before anything is loaded.
+
+A configuration says what it was laid out for (`machine`) and how to get what may be absent (`setup`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from parasearch_jax.data.questions import question_files
+from parasearch_jax.errors import UserError
+from parasearch_jax.models.weights import read_json
+from parasearch_jax.retrieval import ENCODERS
+
+GIB = 2**30
+WIDTH = 110
+LABEL = 18  # column of what a lack is
+
+
+@dataclasses.dataclass(frozen=True)
+class Lack:
+    """Something that isn't there. `get` is the key of `config.setup` that says how to come by it."""
+
+    leaf: str
+    text: str
+    get: str
+
+
+def preflight(config: ConfigDict) -> None:
+    """Raises UserError with a page that names everything missing, how to get it, and what to run instead.
+
+    Does nothing for a configuration that asks nothing of the machine (`machine` at its defaults): there the loaders'
+    own errors are more exact. Reads no weights, no questions, no corpus.
+    """
+    machine = config.machine
+    if machine.devices == 1 and not machine.device_gib and not machine.host_gib:
+        return
+    lacks = [*_devices(machine), *_host_memory(machine), *_model(config), *_questions(config), *_retriever(config)]
+    unbuilt = list(_not_in_this_version(config))
+    if lacks or unbuilt:
+        raise UserError(_page(config, lacks, unbuilt))
+
+
+def _not_in_this_version(config: ConfigDict) -> Iterator[str]:
+    """What the code can't do yet, whatever the machine; each line goes with the issue that it names."""
+    if config.machine.devices > 1:  # issue "Eight devices, several hosts, and a plan"
+        yield f"a run over {config.machine.devices} devices (this version uses one)"
+    if config.retriever.kind == "local" and config.retriever.encoder not in ENCODERS:  # issue "Models"
+        yield f"the encoder {config.retriever.encoder} (known: {', '.join(ENCODERS)})"
+    if config.retriever.get("index"):  # issue "Retrieval"
+        yield "index files (the index of retriever.corpus is made anew at every start)"
+
+
+# ------------------------------------------------------------------------------------------------------- the machine
+
+
+def _devices(machine: ConfigDict) -> Iterator[Lack]:
+    """Too few devices, or devices with too little memory. With `device_gib` a CPU is no device."""
+    found = [d for d in jax.devices() if not (machine.device_gib and d.platform == "cpu")]
+    seen = ", ".join(f"{count} x {kind}" for kind, count in Counter(d.device_kind for d in jax.devices()).items())
+    if len(found) < machine.devices:
+        size = f" with {machine.device_gib:g} GiB each" if machine.device_gib else ""
+        yield Lack("devices", f"{len(found)} of {machine.devices}{size} (JAX sees: {seen})", "machine")
+    sizes = [size for d in found if (size := _device_gib(d)) is not None]
+    if sizes and min(sizes) < machine.device_gib:
+        yield Lack("device memory", f"{min(sizes):.0f} of {machine.device_gib:g} GiB (JAX sees: {seen})", "machine")
+
+
+def _device_gib(device: jax.Device) -> float | None:
+    """Memory of a device, None where JAX doesn't tell (CPU, other hosts' devices).
+
+    On a GPU JAX tells its own share, by default 75 % of the card; the card is what was asked for.
+    """
+    stats = device.memory_stats() if device.process_index == jax.process_index() else None
+    if not stats or "bytes_limit" not in stats:
+        return None
+    share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75
+    return stats["bytes_limit"] / GIB / (float(share) if device.platform == "gpu" else 1)
+
+
+def _host_memory(machine: ConfigDict) -> Iterator[Lack]:
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    if found < machine.host_gib:
+        yield Lack("host memory", f"{found:.0f} of {machine.host_gib:g} GiB", "machine")
+
+
+# --------------------------------------------------------------------------------------------------------- the files
+
+
+def _model(config: ConfigDict) -> Iterator[Lack]:
+    if text := _model_lacks(config.model.path):
+        yield Lack("model.path", text, "model")
+
+
+def _model_lacks(path: str) -> str:
+    """What a model directory in Hugging Face layout (or a work directory with a model/) lacks, "" if nothing.
+
+    Names the shards that a broken download left out.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        return f"{path} (no such directory)"
+    if (directory / "model" / "config.json").exists():
+        directory /= "model"
+    index = directory / "model.safetensors.index.json"
+    weights = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    absent = [name for name in ("config.json", "tokenizer.json", *weights) if not (directory / name).exists()]
+    return f"{directory} (without {', '.join(absent)})" if absent else ""
+
+
+def _questions(config: ConfigDict) -> Iterator[Lack]:
+    for split in ("train", "dev", "test") if config.train.steps else ("test",):
+        spec = config.data[split]
+        absent = [str(path) for _, path in question_files(spec) if not path.is_file()] if spec else []
+        if absent:
+            yield Lack(f"data.{split}", ", ".join(absent), "data")
+
+
+def _retriever(config: ConfigDict) -> Iterator[Lack]:
+    settings = config.retriever
+    for name in ("corpus", "index"):
+        path = settings.get(name)
+        if path and not Path(path).exists():
+            yield Lack(f"retriever.{name}", path, name)
+    encoder = settings.get("encoder")
+    if encoder and encoder not in ENCODERS and (text := _model_lacks(encoder)):
+        yield Lack("retriever.encoder", text, "encoder")
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def _page(config: ConfigDict, lacks: list[Lack], unbuilt: list[str]) -> str:
+    """Sections apart by blank lines; under the lacks of each kind the commands that end them, ready to be copied."""
+    blocks = []
+    if unbuilt:  # first: it spares the reader the downloads
+        lines = [line for text in unbuilt for line in _entry("-", text, label=2)]
+        blocks.append("\n".join(["Not in this version, on any machine:", *lines]))
+    if lacks:
+        blocks.append("Missing on this machine, each with the way to get it:")
+    for get, group in itertools.groupby(lacks, key=lambda lack: lack.get):
+        lines = [line for lack in group for line in _entry(lack.leaf, lack.text)]
+        blocks.append("\n".join(lines + _indented(config.setup.get(get, ""), 4)))
+    if config.setup.instead:
+        blocks.append("\n".join(["What runs here instead:", *_indented(config.setup.instead, 2)]))
+    return f"{config.name} can't run here. " + "\n\n".join(blocks)
+
+
+def _entry(name: str, text: str, label: int = LABEL) -> list[str]:
+    """ "  name      text", the text's further lines under its first."""
+    lines = textwrap.wrap(text, WIDTH - 2 - label, break_long_words=False, break_on_hyphens=False)
+    return [f"  {head:{label}}{line}" for head, line in zip([name] + [""] * len(lines), lines, strict=False)]
+
+
+def _indented(text: str, columns: int) -> list[str]:
+    return textwrap.indent(text, " " * columns).splitlines()

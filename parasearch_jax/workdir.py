@@ -1,0 +1,173 @@
+"""The work directory of a run, written so that the same command continues it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from parasearch_jax import resume
+from parasearch_jax.checkpoint import Checkpoints
+from parasearch_jax.errors import UserError
+from parasearch_jax.report import write_report
+from parasearch_jax.writers import (
+    MetricsWriter,
+    episode_record,
+    prepare_workdir,
+    read_episodes,
+    read_metrics,
+    write_episodes,
+    write_json,
+)
+
+
+class Workdir:
+    """Checkpoints, metrics, episodes and evaluations of one run; a context manager, which waits for the last save.
+
+    Opening it takes the directory for this process, and raises UserError if it holds another run: other settings (a
+    leaf of the configuration, the reward function) or the content of other input files. `restore` comes next.
+    """
+
+    def __init__(self, path: str | Path, config: ConfigDict, reward_fn: Callable | None = None):
+        self.path = prepare_workdir(path)
+        if Path(config.model.path).resolve().is_relative_to(self.path.resolve()):
+            raise UserError(
+                f"model.path {config.model.path} lies in the work directory {self.path}, whose model/ the run writes: "
+                "give another --workdir"
+            )
+        self._lock = _locked(self.path)
+        self._steps, self._best = config.train.steps, config.train.best
+        self.run = resume.describe(config, reward_fn) | {"inputs": resume.fingerprints(config)}
+        if (self.path / "config.json").exists():
+            self._check(_read_json(self.path / "config.json"), str(self.path))
+        self._checkpoints = Checkpoints(self.path / "checkpoints", config.train.keep)
+        self._earlier, self._opened = 0.0, time.time()  # seconds of earlier starts; when this one began
+        self._saved = 0  # step of the last checkpoint
+
+    def __enter__(self) -> Workdir:
+        return self
+
+    def __exit__(self, *_) -> None:
+        try:
+            self._checkpoints.close()
+        finally:
+            if hasattr(self, "_metrics"):
+                self._metrics.close()
+            self._lock.close()
+
+    def restore(self, init: Callable[[], Any]) -> tuple[Any, int, dict]:
+        """(state, step, reward memory) of the last complete checkpoint; without one `init()`, 0 and {}.
+
+        What an earlier start wrote behind that step is removed.
+        """
+        step, memory = self._checkpoints.latest() or 0, {}
+        if step:
+            state, saved = self._checkpoints.restore(step, jax.eval_shape(init))
+            self._check(saved["run"], f"checkpoint {step} in {self.path}")
+            memory, self._earlier = saved["memory"], saved["seconds"]
+        else:
+            state = init()
+        resume.cut_back(self.path, step, self._steps)
+        write_json(self.path / "config.json", self.run)
+        self._metrics = MetricsWriter(self.path, step)
+        self._saved = step
+        self._protect_best()
+        return state, step, memory
+
+    def save(self, step: int, state: Any, memory: dict) -> None:
+        """Starts the save of a checkpoint, unless there is one of this step."""
+        if step > self._saved:
+            run_state = {"step": step, "memory": memory, "seconds": self.seconds(), "run": self.run}
+            self._checkpoints.save(step, state, run_state)
+            self._saved = step
+
+    def check(self) -> None:
+        """Raises UserError if a save has failed in the background."""
+        self._checkpoints.check()
+
+    def log(self, step: int, line: dict[str, float]) -> None:
+        """The line of a step in metrics.jsonl, and TensorBoard."""
+        self._metrics.write(step, line)
+
+    def write_episodes(self, name: str, episodes, questions, parts=None, em=None) -> None:
+        """episodes/NAME.jsonl; `parts` and `em`, where given, are lists as long as `episodes`."""
+        none = [None] * len(episodes)
+        rows = zip(episodes, questions, parts or none, em or none, strict=True)
+        write_episodes(self.path / "episodes" / f"{name}.jsonl", [episode_record(*row) for row in rows])
+
+    def write_evaluation(self, name: str, subsets: dict) -> None:
+        """evals/NAME.json, which says that evaluation NAME is finished."""
+        write_json(self.path / "evals" / f"{name}.json", subsets)
+        self._protect_best()
+
+    def read_evaluation(self, name: str) -> dict | None:
+        """What an earlier start evaluated, or None."""
+        path = self.path / "evals" / f"{name}.json"
+        return _read_json(path) if path.exists() else None
+
+    def results(self) -> dict | None:
+        """results.json of a run that is finished, or None."""
+        path = self.path / "results.json"
+        return _read_json(path) if self._steps and self._saved == self._steps and path.exists() else None
+
+    def finish(self, results: dict) -> None:
+        """results.json and the report."""
+        write_json(self.path / "results.json", results)
+        before, after = (self._episodes(name) if name in results["evals"] else () for name in ("initial", "final"))
+        write_report(self.path, results, read_metrics(self.path), before, after)
+
+    def _episodes(self, name: str) -> list[dict]:
+        path = self.path / "episodes" / f"{name}.jsonl"
+        return read_episodes(path) if path.exists() else []
+
+    def seconds(self) -> float:
+        """Of all starts together, without what a kill undid."""
+        return self._earlier + time.time() - self._opened
+
+    def _check(self, old: dict, where: str) -> None:
+        inputs = old.get("inputs", {})
+        resume.check_same({**old, "inputs": None}, {**self.run, "inputs": None}, where)
+        resume.check_inputs(inputs, self.run["inputs"], where)
+
+    def _protect_best(self) -> None:
+        """Keeps the checkpoint with the best evaluation on data.dev; of equal ones the earliest."""
+        scores = {}
+        for path in sorted((self.path / "evals").glob("dev_step_*.json")):
+            scores[int(path.stem.removeprefix("dev_step_"))] = _read_json(path)["all"][self._best]
+        self._checkpoints.protect(max(scores, key=scores.get) if scores else None)
+
+
+def _locked(path: Path):
+    """Holds the directory for this process: two runs in one would spoil both. A kill frees it too."""
+    lock = open(path / ".lock", "w")  # noqa: SIM115 (closed with the work directory)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UserError(
+            f"another process is writing to the work directory {path}; wait, or give another --workdir"
+        ) from None
+    return lock
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); remove it, or give another --workdir") from error
+
+
+def params_sha256(params: Any) -> str:
+    """sha256 of all parameters, in the order of their paths: two runs that agree have trained the same model."""
+    digest = hashlib.sha256()
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for path in sorted(leaves):
+        digest.update(path.encode() + jax.device_get(leaves[path]).tobytes())
+    return digest.hexdigest()
