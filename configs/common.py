@@ -76,7 +76,7 @@ def base(name: str) -> ConfigDict:
                 entropy_coef=0.0,
                 micro_rows=8,
                 logprob_chunk=128,
-                remat=False,
+                remat="none",
             ),
             optimizer=dict(lr=1e-6, **ADAMW),  # warmup_steps counts updates, not batches
             critic_optimizer=dict(lr=1e-5, **ADAMW),

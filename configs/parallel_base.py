@@ -5,8 +5,8 @@ r"""ParallelSearch as the paper ran it: Qwen2.5-7B by PPO on NQ and HotpotQA, se
     python launch.py --config=configs/parallel_base.py:instruct,released      # what the authors' script does instead
     python launch.py --config=configs/parallel_base.py:eval                   # evaluate model.path only
 
-THIS VERSION CANNOT RUN IT: it trains on one device, and has neither the E5 encoder nor index files. The command says
-so at once, with what the machine lacks and the commands that get it. `configs/parallel_tiny.py:ppo` runs anywhere.
+THIS VERSION CANNOT RUN IT: it trains on one device and opens no index files. The command says so at once, with what
+the machine lacks and the commands that get it. `configs/parallel_tiny.py:ppo` runs anywhere.
 
 Hardware: 8 x H100 80 GB in one host, as the paper. Hours: not measured.
 
@@ -79,7 +79,7 @@ def get_config(arg=None):
     config.learner.kl_coef = 0.0  # so none in the loss
     config.learner.update(clip_low=0.2, clip_high=0.2, entropy_coef=0.0)
     config.learner.micro_rows = 64  # 8 a device
-    config.learner.remat = True
+    config.learner.remat = "full"
     config.optimizer.lr = 1e-6
     config.critic_optimizer.lr = 1e-5
     config.train.steps = 500

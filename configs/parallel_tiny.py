@@ -1,14 +1,16 @@
 r"""ParallelSearch on the small world: a model of a million parameters learns to split questions, on two CPU cores.
 
-    python launch.py --config=configs/parallel_tiny.py            # train
-    python launch.py --config=configs/parallel_tiny.py:smoke      # the same in short
+    python launch.py --config=configs/parallel_tiny.py            # train (GRPO)
+    python launch.py --config=configs/parallel_tiny.py:ppo        # train with PPO
+    python launch.py --config=configs/parallel_tiny.py:smoke      # the same in short; :ppo,smoke too
     python launch.py --config=configs/parallel_tiny.py:eval       # evaluate the base only
 
 Two CPU cores, measured on three seeds: 215 to 236 s. Greedy, test set: parallel DR 0 -> 100 %, turns 3.07 -> 2.00,
-EM 97.5 -> 96.9 to 98.8 %; single and sequential EM 97 -> 99 %, DR 0 % (docs/small_world.md).
+EM 97.5 -> 96.9 to 98.8 %; single and sequential EM 97 -> 99 %, DR 0 %. PPO: 328 to 434 s while other work ran, EM on
+parallel 96.9 to 99.1 %, the rest alike (docs/small_world.md).
 
 Everything is the real thing at small size: Qwen2's architecture, a byte-level BPE, FAISS, the multi-turn loop with its
-KV cache, the ParallelSearch reward (Eq. 3-7), GRPO with the document-token mask.
+KV cache, the ParallelSearch reward (Eq. 3-7), GRPO or PPO with the document-token mask.
 """
 
 import common
@@ -55,7 +57,7 @@ def get_config(arg=None):
     config.train.buckets = (192, 320)
     config.train.save_every = 10
 
-    # ---- PPO: as many episodes, of as many questions.
+    # ---- PPO: as many episodes, each of a question of its own. Reaches DR 100 % in half of GRPO's steps.
     if arg.ppo:
         config.name += "_ppo"
         config.algorithm.update(name="ppo", questions=256, samples=1, updates=2, reward_kl=0.01)

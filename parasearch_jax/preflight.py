@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from parasearch_jax.data.questions import question_files
 from parasearch_jax.errors import UserError
-from parasearch_jax.models.weights import read_json
+from parasearch_jax.models.paths import lacks
 from parasearch_jax.retrieval import ENCODERS
 
 GIB = 2**30
@@ -54,8 +54,6 @@ def _not_in_this_version(config: ConfigDict) -> Iterator[str]:
     """What the code can't do yet, whatever the machine; each line goes with the issue that it names."""
     if config.machine.devices > 1:  # issue "Eight devices, several hosts, and a plan"
         yield f"a run over {config.machine.devices} devices (this version uses one)"
-    if config.retriever.kind == "local" and config.retriever.encoder not in ENCODERS:  # issue "Models"
-        yield f"the encoder {config.retriever.encoder} (known: {', '.join(ENCODERS)})"
     if config.retriever.get("index"):  # issue "Retrieval"
         yield "index files (the index of retriever.corpus is made anew at every start)"
 
@@ -97,24 +95,8 @@ def _host_memory(machine: ConfigDict) -> Iterator[Lack]:
 
 
 def _model(config: ConfigDict) -> Iterator[Lack]:
-    if text := _model_lacks(config.model.path):
+    if text := lacks(config.model.path):
         yield Lack("model.path", text, "model")
-
-
-def _model_lacks(path: str) -> str:
-    """What a model directory in Hugging Face layout (or a work directory with a model/) lacks, "" if nothing.
-
-    Names the shards that a broken download left out.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        return f"{path} (no such directory)"
-    if (directory / "model" / "config.json").exists():
-        directory /= "model"
-    index = directory / "model.safetensors.index.json"
-    weights = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    absent = [name for name in ("config.json", "tokenizer.json", *weights) if not (directory / name).exists()]
-    return f"{directory} (without {', '.join(absent)})" if absent else ""
 
 
 def _questions(config: ConfigDict) -> Iterator[Lack]:
@@ -132,7 +114,7 @@ def _retriever(config: ConfigDict) -> Iterator[Lack]:
         if path and not Path(path).exists():
             yield Lack(f"retriever.{name}", path, name)
     encoder = settings.get("encoder")
-    if encoder and encoder not in ENCODERS and (text := _model_lacks(encoder)):
+    if encoder and encoder not in ENCODERS and (text := lacks(encoder)):
         yield Lack("retriever.encoder", text, "encoder")
 
 

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from parasearch_jax.data.questions import question_files
 from parasearch_jax.errors import UserError
+from parasearch_jax.models.paths import model_files
 from parasearch_jax.writers import METRICS, plain, write_text
 
 # Leaves, and sections, that may differ from the checkpoint's: they don't change what a step computes.
@@ -39,9 +40,8 @@ MAY_DIFFER = frozenset(
         "setup",  # how to get what is missing
     }
 )
-INPUTS = ("model.path", "data.train", "data.dev", "data.test", "retriever.corpus")
+INPUTS = ("model.path", "data.train", "data.dev", "data.test", "retriever.corpus", "retriever.encoder")
 # Of a model directory: also generation_config.json (end tokens) and the tokenizer's chat template are read.
-MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
 
 # What the end of a run leaves; all of it speaks of the weights of the last step.
 END = ("results.json", "report.md", "episodes.html", "evals/final.json", "episodes/final.jsonl")
@@ -120,19 +120,18 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     That of a single file is what `sha256sum` prints. Reads all of them: some seconds for the weights of a 7B model.
     """
     values = {leaf: config[section].get(name) for leaf in INPUTS for section, name in [leaf.split(".")]}
+    if not Path(values["retriever.encoder"] or "").is_dir():  # a name, not a model's directory
+        del values["retriever.encoder"]
     return {leaf: _digest(leaf, _files(leaf, value)) for leaf, value in values.items() if value}
 
 
 def _files(leaf: str, value: str) -> list[Path]:
     if leaf.startswith("data."):
         return [path for _, path in question_files(value)]
-    path, patterns = Path(value), ("**/*",)
     if leaf == "model.path":
-        path = path / "model" if (path / "model" / "config.json").exists() else path  # as load_model does
-        patterns = MODEL_FILES
-    if not path.is_dir():
-        return [path]
-    return sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
+        return model_files(value)
+    path = Path(value)
+    return sorted(file for file in path.glob("**/*") if file.is_file()) if path.is_dir() else [path]
 
 
 def _digest(leaf: str, files: Sequence[Path]) -> str:

@@ -281,7 +281,8 @@ def _profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Itera
 
 
 def _overrides(section: ConfigDict) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if key != "name" and value is not None}
+    """The fields of a protocol that a configuration changes; an empty one is left as the protocol has it."""
+    return {key: value for key, value in section.items() if key != "name" and value not in (None, "")}
 
 
 class Timer:

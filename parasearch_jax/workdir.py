@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -47,7 +48,7 @@ class Workdir:
         self.run = resume.describe(config, reward_fn) | {"inputs": resume.fingerprints(config)}
         if (self.path / "config.json").exists():
             self._check(_read_json(self.path / "config.json"), str(self.path))
-        self._checkpoints = Checkpoints(self.path / "checkpoints", config.train.keep)
+        self._keep, self._checkpoints, self._metrics = config.train.keep, None, None  # opened by `restore`
         self._earlier, self._opened = 0.0, time.time()  # seconds of earlier starts; when this one began
         self._saved = 0  # step of the last checkpoint
 
@@ -55,18 +56,17 @@ class Workdir:
         return self
 
     def __exit__(self, *_) -> None:
-        try:
-            self._checkpoints.close()
-        finally:
-            if hasattr(self, "_metrics"):
-                self._metrics.close()
-            self._lock.close()
+        with contextlib.ExitStack() as stack:
+            for part in (self._lock, self._metrics, self._checkpoints):  # closed last to first, whatever fails
+                if part is not None:
+                    stack.callback(part.close)
 
     def restore(self, init: Callable[[], Any]) -> tuple[Any, int, dict]:
         """(state, step, reward memory) of the last complete checkpoint; without one `init()`, 0 and {}.
 
         What an earlier start wrote behind that step is removed.
         """
+        self._checkpoints = Checkpoints(self.path / "checkpoints", self._keep)
         step, memory = self._checkpoints.latest() or 0, {}
         if step:
             state, saved = self._checkpoints.restore(step, jax.eval_shape(init))

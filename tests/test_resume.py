@@ -53,7 +53,7 @@ def test_each_differing_leaf_is_named():
     head, *lines = str(error.value).splitlines()
     assert head.startswith("checkpoint 4 in /w belongs to another run") and "another --workdir" in head
     assert lines == [
-        "  learner.remat: false there, nothing now",
+        '  learner.remat: "none" there, nothing now',
         "  optimizer.lr: 0.0002 there, 0.5 now",
         "  reward.alpha: 3.0 there, null now",
         '  reward.extra: nothing there, "é" now',

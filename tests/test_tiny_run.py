@@ -22,8 +22,9 @@ def shortfalls(before: dict, after: dict) -> list[str]:
 
 
 @pytest.mark.slow
-def test_learns_to_split_questions(tmp_path):
-    evals = train(parallel_tiny.get_config(), workdir=tmp_path / "work")["evals"]
+@pytest.mark.parametrize("args", ["", "ppo"])
+def test_learns_to_split_questions(tmp_path, args):
+    evals = train(parallel_tiny.get_config(args), workdir=tmp_path / "work")["evals"]
     assert not shortfalls(evals["initial"], evals["final"]), evals
 
 

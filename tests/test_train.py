@@ -14,6 +14,7 @@ from parasearch_jax import train as training
 from parasearch_jax.checkpoint import Checkpoints
 from parasearch_jax.data import Question
 from parasearch_jax.models import load_model
+from parasearch_jax.protocol.parallel import PARALLEL
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
 from parasearch_jax.rl.update import init_state
 from parasearch_jax.writers import read_episodes, read_metrics
@@ -122,6 +123,15 @@ def test_evaluation_only(tmp_path):
     results = training.train(small(tmp_path, **{"train.steps": 0}), workdir=tmp_path / "work")
     assert set(results["evals"]) == {"final"}
     assert not (tmp_path / "work" / "model").exists()
+
+
+def test_an_empty_prompt_is_the_protocols_own(tmp_path):
+    """The question reaches the model (parallel_base.py leaves the prompt empty)."""
+    leaves = {"train.steps": 0, "protocol.prompt": "", "rollout.max_total_tokens": 768, "rollout.max_turns": 0}
+    training.train(small(tmp_path, **leaves), workdir=tmp_path / "work")
+    for record in read_episodes(tmp_path / "work" / "episodes" / "final.jsonl"):
+        assert record["segments"][0] == {"source": "prompt", "text": PARALLEL.render_prompt(record["question"])}
+        assert record["question"] in record["segments"][0]["text"]
 
 
 def test_draw_is_a_function_of_the_step_and_skips_nothing():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import numpy as np
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import decoder
 from parasearch_jax.models.decoder import DecoderConfig, Params
+from parasearch_jax.models.encoder import load_encoder
+from parasearch_jax.models.paths import resolve, restore_params
 from parasearch_jax.models.weights import load_config, load_params
 
-__all__ = ["Model", "load_model", "load_tokenizer"]
+__all__ = ["Model", "load_encoder", "load_model", "load_tokenizer"]
 
 
 class Model:
@@ -24,18 +28,24 @@ class Model:
 
     config      DecoderConfig
     params      trainer layout (layers stacked on L), fp32
-    tokenizer   a fast transformers tokenizer; read from `directory` when first asked for, so that weights without one
-                (golden files, a bare checkpoint) can be scored by ids
+    tokenizer   a fast transformers tokenizer; read when first asked for, so that weights without one (golden files, a
+                bare checkpoint) can be scored by ids
     """
 
-    def __init__(self, config: DecoderConfig, params: Params, tokenizer: Any = None, directory: Path | None = None):
-        self.config, self.params, self.directory = config, params, directory
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Params,
+        tokenizer: Any = None,
+        read_tokenizer: Callable[[], Any] = lambda: load_tokenizer(None),
+    ):
+        self.config, self.params, self._read_tokenizer = config, params, read_tokenizer
         if tokenizer is not None:
             self.tokenizer = tokenizer  # stands in front of the lazy one below
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.directory)
+        return self._read_tokenizer()
 
     def logits(self, ids: Any, lengths: Any) -> jax.Array:
         """Next-token logits of right-padded rows.
@@ -59,31 +69,42 @@ def _logits(params: Params, cfg: DecoderConfig, ids: jax.Array) -> jax.Array:
     return decoder.logits(params, cfg, decoder.forward(params, cfg, ids, positions))
 
 
-def load_model(path: str | os.PathLike, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32") -> Model:
-    """Loads a model directory in Hugging Face layout, or the `model/` of a work directory.
+def load_model(
+    path: str | os.PathLike, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32", shardings: Any = None
+) -> Model:
+    """Loads what `path` names: a model directory in Hugging Face layout, a .gguf file, the work directory of a run (its
+    `model/`, else the policy of its last complete checkpoint), or a model on the Hugging Face hub (see paths.py).
 
-    `dtype` is the compute dtype; parameters are fp32. With a mesh they are replicated over it.
+    `dtype` is the compute dtype; parameters are fp32. `shardings` (a tree like the parameters, or one for all of them)
+    says where they go, and only what this process's devices hold is read; with a mesh alone they are replicated on it.
     Raises UserError naming the path, what is absent, and the fix.
     """
-    directory = _model_directory(Path(path))
-    config = load_config(directory, dtype)
-    sharding = None if mesh is None else jax.NamedSharding(mesh, jax.P())
-    return Model(config, jax.device_put(load_params(directory, config), sharding), directory=directory)
+    if shardings is None and mesh is not None:
+        shardings = jax.NamedSharding(mesh, jax.P())
+    found = resolve(path)
+    if found.is_gguf:
+        from parasearch_jax.models import gguf  # the package behind it serves this format only
+
+        file = gguf.open_gguf(found.base)
+        config = gguf.read_config(file, dtype)
+        read_params = functools.partial(gguf.load_params, file)
+        read_tokenizer = functools.partial(gguf.read_tokenizer, file)
+    else:
+        config = dataclasses.replace(load_config(found.base, dtype), vocab_used=_tokenizer_size(found.base))
+        read_params = functools.partial(load_params, found.base)
+        read_tokenizer = functools.partial(load_tokenizer, found.base)
+    if found.checkpoint is not None:
+        read_params = functools.partial(restore_params, found.checkpoint)
+    return Model(config, read_params(config, shardings), read_tokenizer=read_tokenizer)
 
 
-def _model_directory(path: Path) -> Path:
-    if not path.exists():
-        raise UserError(f"model.path: {path} does not exist. Give a model directory or the work directory of a run.")
-    if not path.is_dir():
-        raise UserError(
-            f"model.path: {path} is a file. Give the directory that holds config.json and model.safetensors."
-        )
-    # A work directory has a config.json too (the run's), so its model/ is looked for first.
-    directory = path / "model" if (path / "model" / "config.json").exists() else path
-    if not any((directory / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-        raise UserError(f"model.path: {path} holds neither model.safetensors nor a finished run's model/. "
-                        "Give a model directory, or wait for the run to finish.")  # fmt: skip
-    return directory
+def _tokenizer_size(directory: Path) -> int | None:
+    """Ids of the tokenizer that lies there, None without one."""
+    if not (directory / "tokenizer.json").exists():
+        return None
+    from tokenizers import Tokenizer
+
+    return max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(True).values()) + 1
 
 
 def load_tokenizer(directory: Path | None) -> Any:

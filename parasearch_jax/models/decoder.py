@@ -1,10 +1,10 @@
-"""The Qwen2 decoder (and Llama without RoPE scaling): Flax NNX modules, pure functions around them.
+"""The decoder of Qwen2, Qwen2.5 and Llama 3: Flax NNX modules, pure functions around them.
 
 Axes: B batch, T query, N heads, K kv-heads, H head dim, D model, F ffn, V vocab, L layers.
 
 Parameters are a nested dict of fp32 arrays in one of two layouts:
 
-    trainer   {"embed": [V,D], "layers": {... leaves [L, ...]}, "norm": {"scale": [D]}, "head": [D,V]}   `forward`
+    trainer   {"embed": [V,D], "layers": {... leaves [L, ...]}, "norm": {"scale": [D]}, "head": [V,D]}   `forward`
     sampler   the same, "layers" a tuple of L dicts (see sharding/layout.py)                             `forward_layers`
 
     a layer   {"attn_norm": {"scale": [D]}, "attn": {"q": [D,N,H], "k", "v": [D,K,H], "o": [N,H,D], "q_bias": [N,H], "k_bias", "v_bias": [K,H]},
@@ -36,8 +36,20 @@ _INIT_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of RoPE: wavelengths beyond the old context grow by `factor`, short ones stay."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a decoder. `dtype` is the compute dtype; parameters are fp32 masters whatever it says."""
+    """Shape of a decoder, and how it computes: `dtype` of the products (parameters are fp32 masters whatever it says),
+    `attention` of whole sequences (see attention.py), and `vocab_used`, the tokenizer's size: rows of the vocabulary
+    past it (Qwen2.5 pads 151,665 to 152,064) are never sampled and take no probability; None: all are used."""
 
     vocab_size: int
     hidden_size: int
@@ -47,6 +59,7 @@ class DecoderConfig:
     head_dim: int
     intermediate_size: int
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     qkv_bias: bool = True
@@ -54,6 +67,8 @@ class DecoderConfig:
     model_type: str = "qwen2"
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    attention: str = "auto"
+    vocab_used: int | None = None
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], dtype: str = "float32") -> DecoderConfig:
@@ -62,17 +77,18 @@ class DecoderConfig:
         Raises UserError naming the field for what this decoder does not compute.
         """
         _check_supported(hf)
-        heads, eos = _required(hf, "num_attention_heads"), hf.get("eos_token_id")
-        hidden = _required(hf, "hidden_size")
+        heads, eos = required(hf, "num_attention_heads"), hf.get("eos_token_id")
+        hidden = required(hf, "hidden_size")
         return cls(
-            vocab_size=_required(hf, "vocab_size"),
+            vocab_size=required(hf, "vocab_size"),
             hidden_size=hidden,
-            num_layers=_required(hf, "num_hidden_layers"),
+            num_layers=required(hf, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hidden // heads,
-            intermediate_size=_required(hf, "intermediate_size"),
+            intermediate_size=required(hf, "intermediate_size"),
             rope_theta=float(_rope(hf).get("rope_theta", 10000.0)),
+            rope_scaling=_rope_scaling(_rope(hf)),
             rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             qkv_bias=hf["model_type"] == "qwen2",
@@ -84,7 +100,9 @@ class DecoderConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json. RoPE stands in both spellings: transformers 4, 5 and vLLM read it."""
-        eos = list(self.eos_token_ids)
+        eos, rope = list(self.eos_token_ids), {"rope_type": "default"}
+        if self.rope_scaling:
+            rope = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
         return {
             "architectures": [_ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
@@ -97,7 +115,8 @@ class DecoderConfig:
             "intermediate_size": self.intermediate_size,
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_scaling": rope if self.rope_scaling else None,
+            "rope_parameters": {**rope, "rope_theta": self.rope_theta},
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
@@ -110,7 +129,7 @@ class DecoderConfig:
         }
 
 
-def _required(hf: Mapping[str, Any], field: str) -> Any:
+def required(hf: Mapping[str, Any], field: str) -> Any:
     if hf.get(field) is None:
         raise UserError(f"config.json of the model has no '{field}'. Take the config.json that belongs to the weights.")
     return hf[field]
@@ -122,12 +141,29 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     return old | dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
 
 
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    if _rope_type(rope) == "default":
+        return None
+    missing = [field.name for field in dataclasses.fields(RopeScaling) if rope.get(field.name) is None]
+    if missing:
+        raise UserError(f"config.json of the model: its llama3 RoPE scaling lacks {', '.join(missing)}. Take the "
+                        "config.json that belongs to the weights.")  # fmt: skip
+    return RopeScaling(
+        *(float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")),
+        int(rope["original_max_position_embeddings"]),
+    )
+
+
 def _check_supported(hf: Mapping[str, Any]) -> None:
     rope = _rope(hf)
     found = {
         "model_type": (hf.get("model_type"), tuple(_ARCHITECTURES)),
         "hidden_act": (hf.get("hidden_act", "silu"), ("silu",)),
-        "rope type": (rope.get("rope_type", rope.get("type", "default")), ("default",)),
+        "rope type": (_rope_type(rope), ("default", "llama3")),
         "use_sliding_window": (bool(hf.get("use_sliding_window", False)), (False,)),
         "attention_bias": (hf.get("model_type") == "llama" and bool(hf.get("attention_bias", False)), (False,)),
         "mlp_bias": (bool(hf.get("mlp_bias", False)), (False,)),
@@ -154,7 +190,7 @@ class RMSNorm(nnx.Module):
         return (x32 * self.scale[...]).astype(x.dtype)
 
 
-def _normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+def normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
     return nnx.Param(_INIT_STD * jax.random.normal(rngs.params(), shape))
 
 
@@ -163,8 +199,8 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         D, N, K, H = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.q, self.k, self.v = _normal(rngs, D, N, H), _normal(rngs, D, K, H), _normal(rngs, D, K, H)
-        self.o = _normal(rngs, N, H, D)
+        self.q, self.k, self.v = normal(rngs, D, N, H), normal(rngs, D, K, H), normal(rngs, D, K, H)
+        self.o = normal(rngs, N, H, D)
         self.bias = cfg.qkv_bias
         if cfg.qkv_bias:
             self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros((heads, H))) for heads in (N, K, K))
@@ -184,7 +220,7 @@ class MLP(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         D, F = cfg.hidden_size, cfg.intermediate_size
-        self.gate, self.up, self.down = _normal(rngs, D, F), _normal(rngs, D, F), _normal(rngs, F, D)
+        self.gate, self.up, self.down = normal(rngs, D, F), normal(rngs, D, F), normal(rngs, F, D)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
@@ -213,10 +249,10 @@ class Decoder(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.embed = _normal(rngs, cfg.vocab_size, cfg.hidden_size)
+        self.embed = normal(rngs, cfg.vocab_size, cfg.hidden_size)
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         if not cfg.tie_word_embeddings:
-            self.head = _normal(rngs, cfg.hidden_size, cfg.vocab_size)
+            self.head = normal(rngs, cfg.vocab_size, cfg.hidden_size)
 
     def __call__(self, ids: jax.Array, positions: jax.Array, run_layers: Callable) -> jax.Array:
         x = self.embed[...][ids].astype(self.cfg.dtype)
@@ -227,8 +263,19 @@ class Decoder(nnx.Module):
 
 
 def rope_frequencies(cfg: DecoderConfig) -> jax.Array:
-    """fp32 [H/2], radians per position; the first is 1."""
-    return cfg.rope_theta ** -(jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim)
+    """fp32 [H/2], radians per position; the first is 1.
+
+    With Llama 3.1's scaling: a wavelength above original / low_freq_factor is divided by `factor`, one below original /
+    high_freq_factor stays, between them the two are blended. Source: transformers `_compute_llama3_parameters`.
+    """
+    frequencies = cfg.rope_theta ** -(jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim)
+    if cfg.rope_scaling is None:
+        return frequencies
+    scaling = cfg.rope_scaling
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)  # in the old context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def rope_tables(positions: jax.Array, cfg: DecoderConfig) -> tuple[jax.Array, jax.Array]:
@@ -247,20 +294,20 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _graph(module: type[nnx.Module], cfg: DecoderConfig) -> nnx.GraphDef:
+def graph_of(module: type[nnx.Module], cfg: DecoderConfig) -> nnx.GraphDef:
     """The static half of a module: split once, merged with arrays wherever it runs."""
     return nnx.split(nnx.eval_shape(lambda: module(cfg, nnx.Rngs(0))))[0]
 
 
-def _fresh(module: type[nnx.Module], cfg: DecoderConfig, key: jax.Array) -> Params:
+def fresh(module: type[nnx.Module], cfg: DecoderConfig, key: jax.Array) -> Params:
     return nnx.to_pure_dict(nnx.state(module(cfg, nnx.Rngs(key))))
 
 
 def init(cfg: DecoderConfig, key: jax.Array) -> Params:
     """Trainer parameters: matrices normal(0, 0.02), norms 1, biases 0; fp32. Runs under jit too."""
     outer, inner = jax.random.split(key)
-    layers = jax.vmap(lambda k: _fresh(Layer, cfg, k))(jax.random.split(inner, cfg.num_layers))
-    return {**_fresh(Decoder, cfg, outer), "layers": layers}
+    layers = jax.vmap(lambda k: fresh(Layer, cfg, k))(jax.random.split(inner, cfg.num_layers))
+    return {**fresh(Decoder, cfg, outer), "layers": layers}
 
 
 def param_shapes(cfg: DecoderConfig) -> Params:
@@ -269,23 +316,32 @@ def param_shapes(cfg: DecoderConfig) -> Params:
 
 
 def _decoder(params: Params, cfg: DecoderConfig) -> Decoder:
-    return nnx.merge(_graph(Decoder, cfg), {name: leaf for name, leaf in params.items() if name != "layers"})
+    return nnx.merge(graph_of(Decoder, cfg), {name: leaf for name, leaf in params.items() if name != "layers"})
 
 
-def forward(params: Params, cfg: DecoderConfig, ids: jax.Array, positions: jax.Array, remat: bool = False) -> jax.Array:
+# What the backward pass keeps of a layer; the rest is computed again. All results are the same.
+REMAT = {
+    "none": None,  # everything is kept: fastest, and memory grows with all activations
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights are kept
+    "full": jax.checkpoint_policies.nothing_saveable,  # only the layer's input: one more forward pass
+}
+
+
+def forward(params: Params, cfg: DecoderConfig, ids: jax.Array, positions: jax.Array, remat: str = "none") -> jax.Array:
     """Causal forward pass over trainer parameters, one scan over the layers.
 
-    Args: ids, positions int32 [B,T], rows right-padded. `remat` keeps only each layer's input for the backward pass.
+    Args: ids, positions int32 [B,T], rows right-padded; `remat` one of REMAT.
     Returns the hidden states after the final norm, [B,T,D] in cfg.dtype; `logits` makes logits of them.
     """
-    graph = _graph(Layer, cfg)
+    graph = graph_of(Layer, cfg)
+    attend = functools.partial(causal_attention, kind=cfg.attention)
 
     def run_layers(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         def step(x, layer):
-            return nnx.merge(graph, layer)(x, rope, causal_attention), None
+            return nnx.merge(graph, layer)(x, rope, attend), None
 
-        # prevent_cse guards against an optimisation that cannot happen inside a scan, and costs fusion.
-        step = jax.checkpoint(step, prevent_cse=False) if remat else step
+        if remat != "none":  # prevent_cse guards against what cannot happen inside a scan, and costs fusion
+            step = jax.checkpoint(step, prevent_cse=False, policy=REMAT[remat])
         return jax.lax.scan(step, x, params["layers"])[0]
 
     return _decoder(params, cfg)(ids, positions, run_layers)
@@ -303,7 +359,7 @@ def forward_layers(
     Args: ids, positions int32 [B,T]; `attend(layer_index, q, k, v) -> [B,T,N,H]` gets q [B,T,N,H] and the new k, v
     [B,T,K,H], both after RoPE; a cache is the business of its closure. Returns hidden [B,T,D] as `forward` does.
     """
-    graph = _graph(Layer, cfg)
+    graph = graph_of(Layer, cfg)
 
     def run_layers(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         for index, layer in enumerate(params["layers"]):
@@ -314,11 +370,21 @@ def forward_layers(
 
 
 def head(params: Params, cfg: DecoderConfig) -> jax.Array:
-    """The output matrix [D,V]: the transposed embedding when tied, else the model's own."""
-    return params["embed"].T if cfg.tie_word_embeddings else params["head"]
+    """The output matrix [V,D]: the embedding when tied, else the model's own."""
+    return params["embed"] if cfg.tie_word_embeddings else params["head"]
 
 
 def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] -> fp32 [..., V]: product in the compute dtype, sums in fp32."""
-    weight = head(params, cfg).astype(cfg.dtype)
-    return jnp.einsum("...d,dv->...v", hidden, weight, preferred_element_type=jnp.float32)
+    return project(hidden, head(params, cfg), cfg.vocab_used)
+
+
+def project(hidden: jax.Array, head: jax.Array, vocab_used: int | None = None) -> jax.Array:
+    """hidden [..., D], head [V,D] -> logits fp32 [..., V]; rows past `vocab_used` get -1e30, so a probability of 0.
+
+    The one place where sampler and scorer make logits, so that both speak of the same distribution.
+    """
+    out = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    if vocab_used is None or vocab_used >= head.shape[0]:
+        return out
+    return jnp.where(jnp.arange(head.shape[0]) < vocab_used, out, -1e30)

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from parasearch_jax.errors import UserError
 from parasearch_jax.rollout.types import Action, Answer, Invalid, Search
 
 
@@ -36,12 +37,16 @@ class Protocol:
     separator: str | None = "##"  # between sub-queries of one search; None: one query a search
     max_queries: int = 8  # sub-queries sent per search; the rest is counted and logged
 
+    def __post_init__(self):
+        if "{question}" not in self.prompt:
+            raise UserError(f"the prompt of protocol {self.name!r} is {self.prompt!r:.200}; it must hold {{question}}")
+
     def tags(self) -> dict[str, tuple[str, str]]:
         """Opening and closing string of each action."""
         return {kind: (f"<{kind}>", f"</{kind}>") for kind in (self.search, self.answer)}
 
     def render_prompt(self, question: str) -> str:
-        return self.prompt.format(question=question)
+        return self.prompt.replace("{question}", question)  # other braces are text
 
     def parse(self, text: str, segment: int = 0) -> Parsed:
         """The action of one turn's text: the first complete block decides.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval.corpus import Document, fingerprint, load_corpus
@@ -17,9 +20,10 @@ def open_retriever(config_or_directory: Mapping | str | os.PathLike) -> Retrieve
     """The retriever that a mapping describes (a dict or an ml_collections ConfigDict).
 
     {"kind": "local", "corpus": "corpus.jsonl", "encoder": "hashed", "topk": 1} encodes the corpus and holds a flat
-    index in memory; further keys are the encoder's settings (`hashed.HashedConfig`). `topk` is recorded in `.info`,
-    callers still pass k. UserError for an unknown kind, encoder or setting, a bad corpus, or a directory: directories
-    of built indexes come with `python -m parasearch_jax.retrieval.build`.
+    index in memory; further keys are the encoder's settings (`hashed.HashedConfig`). "encoder" may also be the path of
+    a model directory; its settings are the arguments of `models.load_encoder`. `topk` is recorded in `.info`, callers
+    still pass k. UserError for an unknown kind, encoder or setting, a bad corpus, or a directory: directories of built
+    indexes come with `python -m parasearch_jax.retrieval.build`.
     """
     if isinstance(config_or_directory, str | os.PathLike):
         raise UserError(
@@ -33,7 +37,7 @@ def open_retriever(config_or_directory: Mapping | str | os.PathLike) -> Retrieve
 def _open_local(settings: dict) -> Retriever:
     from parasearch_jax.retrieval.index import FlatIndex  # imports FAISS, which remote retrievers do without
 
-    make_encoder = _choose("encoder", settings, ENCODERS)
+    make_encoder = _choose_encoder(settings)
     path, topk = settings.pop("corpus", None), settings.pop("topk", None)
     if path is None:
         raise UserError('retriever of kind "local" needs a corpus: set retriever.corpus to the path of a jsonl file')
@@ -52,12 +56,37 @@ def _open_local(settings: dict) -> Retriever:
 def _hashed(passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
     from parasearch_jax.retrieval.hashed import HashedConfig, HashedEncoder
 
-    known = [field.name for field in dataclasses.fields(HashedConfig)]
+    _check_settings(settings, [field.name for field in dataclasses.fields(HashedConfig)])
+    config = HashedConfig(**settings)
+    return HashedEncoder(passages, config), {"encoder": "hashed", **dataclasses.asdict(config)}
+
+
+def _dense(path: str | os.PathLike, passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
+    from parasearch_jax.models import load_encoder  # imports JAX, which other retrievers do without
+
+    _check_settings(settings, list(inspect.signature(load_encoder).parameters)[1:])  # without its path
+    encoder = load_encoder(path, **settings)
+    return encoder, {"encoder": os.fspath(path), **encoder.info}
+
+
+def _check_settings(settings: dict, known: list[str]) -> None:
     if unknown := sorted(set(settings) - set(known)):
         names = ", ".join(["kind", "corpus", "encoder", "topk", *known])
         raise UserError(f"unknown retriever setting {', '.join(map(repr, unknown))}; known: {names}")
-    config = HashedConfig(**settings)
-    return HashedEncoder(passages, config), {"encoder": "hashed", **dataclasses.asdict(config)}
+
+
+def _choose_encoder(settings: dict) -> Callable:
+    """A name in ENCODERS comes before a directory of that name."""
+    path = settings.get("encoder")
+    if not isinstance(path, str | os.PathLike) or path in ENCODERS:
+        return _choose("encoder", settings, ENCODERS)
+    if not Path(path).is_dir():
+        names = ", ".join(sorted(ENCODERS))
+        raise UserError(
+            f"retriever.encoder is {os.fspath(path)!r}; known: {names}, or the path of an encoder's model directory, "
+            "of which there is none at that path"
+        )
+    return functools.partial(_dense, settings.pop("encoder"))
 
 
 def _choose(key: str, settings: dict, known: Mapping[str, Callable]) -> Callable:

@@ -27,7 +27,7 @@ def init_critic(params: Params) -> Params:
     return {"backbone": backbone, "value": {"kernel": jnp.zeros(width), "bias": jnp.zeros(())}}
 
 
-def values(params: Params, cfg: DecoderConfig, ids: jax.Array, positions: jax.Array, remat: bool = False) -> jax.Array:
+def values(params: Params, cfg: DecoderConfig, ids: jax.Array, positions: jax.Array, remat: str = "none") -> jax.Array:
     """float32 [B, T]; [b, t] is the value before token t is chosen, read from the state behind token t - 1; 0 at t = 0.
 
     `ids`, `positions` int32 [B, T]. Values at padding are meaningless and masked by the caller.

@@ -18,12 +18,13 @@ def token_logprobs(
     chunk: int,
     temperature: float = 1.0,
     entropy_grad: bool = False,
+    vocab_used: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """log p of `targets` and the entropy of the distribution they come from, both float32 [B, T].
 
-    `hidden` [B, T, D] is the state that predicts `targets` int32 [B, T]; `head` [D, V]. Logits are divided by
+    `hidden` [B, T, D] is the state that predicts `targets` int32 [B, T]; `head` [V, D]. Logits are divided by
     `temperature` for both results. Peak extra memory is B * chunk * V * 4 bytes, in the backward pass as well; `chunk`
-    need not divide T. The entropy carries a gradient only with `entropy_grad`.
+    need not divide T. The entropy carries a gradient only with `entropy_grad`. `vocab_used`: see DecoderConfig.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} in a log-prob: give the temperature (> 0) that the ids came from")
@@ -37,9 +38,9 @@ def token_logprobs(
     def body(_, xs):
         h, y = xs
         # The head is cast here and not outside, so that the scan sums its gradient in the head's own precision.
-        logits = jnp.einsum("btd,dv->btv", h, head.astype(h.dtype), preferred_element_type=jnp.float32) / temperature
-        hit = jnp.arange(logits.shape[-1]) == y[..., None]  # a masked sum stays local when V is sharded, a gather not
-        logprob = jnp.where(hit, logits, 0.0).sum(-1) - jax.nn.logsumexp(logits, -1)
+        logits = decoder.project(h, head, vocab_used) / temperature
+        # A gather: on two CPU cores a masked sum over V costs a third more, forward and backward (1.60 s against 1.17).
+        logprob = jnp.take_along_axis(logits, y[..., None], -1)[..., 0] - jax.nn.logsumexp(logits, -1)
         return None, (logprob, _entropy(logits if entropy_grad else jax.lax.stop_gradient(logits)))
 
     # prevent_cse: only needed outside a scan, where it costs speed.
@@ -60,7 +61,7 @@ def sequence_logprobs(
     positions: jax.Array,
     temperature: float,
     chunk: int,
-    remat: bool = False,
+    remat: str = "none",
     entropy_grad: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """log p(ids[b, t] | ids[b, :t]) and the entropy of that distribution, float32 [B, T]; both 0 at t = 0.
@@ -70,6 +71,6 @@ def sequence_logprobs(
     hidden = decoder.forward(params, cfg, ids, positions, remat=remat)
     # The state at t predicts token t + 1. Rolling keeps T, and thus the chunks, whole; the last column is thrown away.
     targets = jnp.roll(ids, -1, axis=1)
-    out = token_logprobs(hidden, decoder.head(params, cfg), targets, chunk, temperature, entropy_grad)
+    out = token_logprobs(hidden, decoder.head(params, cfg), targets, chunk, temperature, entropy_grad, cfg.vocab_used)
     logprobs, entropy = (jnp.pad(x[:, :-1], [(0, 0), (1, 0)]) for x in out)
     return logprobs, entropy

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.models import decoder
 from parasearch_jax.models.decoder import DecoderConfig
 from parasearch_jax.rl.batch import Batch
 from parasearch_jax.rl.logprobs import sequence_logprobs
@@ -34,13 +35,15 @@ class UpdateConfig:
     micro_rows: int = 8  # rows of a micro-batch; must divide B
     temperature: float = 1.0  # the sampler's
     logprob_chunk: int = 128  # tokens of a row whose logits exist at one time
-    remat: bool = False  # recompute layers in the backward pass
+    remat: str = "none"  # what the backward pass computes again, of models.decoder.REMAT
 
     def __post_init__(self):
         if self.temperature <= 0:
             raise UserError(f"update: temperature is {self.temperature}; training needs sampled ids, set it > 0")
         if self.kl_kind not in ("k2", "k3"):
             raise UserError(f"update: kl_kind is {self.kl_kind!r}; as a loss only k2 and k3 have the right gradient")
+        if self.remat not in decoder.REMAT:
+            raise UserError(f"update: remat is {self.remat!r}; use one of: {', '.join(decoder.REMAT)}")
         for name in ("micro_rows", "logprob_chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"update: {name} is {getattr(self, name)}, it must be >= 1")

@@ -10,7 +10,9 @@ import pytest
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import Model, decoder, load_model
 from parasearch_jax.models.attention import cached_attention, causal_attention
-from parasearch_jax.models.decoder import DecoderConfig
+from parasearch_jax.models.decoder import DecoderConfig, RopeScaling
+from parasearch_jax.models.shapes import SHAPES, named_shape, parameter_count
+from parasearch_jax.rl.logprobs import token_logprobs
 from parasearch_jax.sharding.layout import stack_layers, to_sampler
 
 TINY = DecoderConfig(
@@ -53,7 +55,7 @@ def numpy_logits(params, cfg, ids):
         y, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
         gate = y @ mlp["gate"]
         x = x + (gate / (1 + np.exp(-gate)) * (y @ mlp["up"])) @ mlp["down"]
-    return norm(x, p["norm"]["scale"]) @ (p["embed"].T if cfg.tie_word_embeddings else p["head"])
+    return norm(x, p["norm"]["scale"]) @ (p["embed"] if cfg.tie_word_embeddings else p["head"]).T
 
 
 def batch(cfg, B=3, T=17, seed=1):
@@ -70,7 +72,7 @@ def test_forward_equals_numpy(cfg):
         np.testing.assert_allclose(row, numpy_logits(params, cfg, expected), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied"])
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "llama3_ropescaled"])
 def test_golden_hugging_face(golden, name):
     directory = golden(f"hf/{name}")
     expected, model = np.load(directory / "expected.npz"), load_model(directory)
@@ -91,6 +93,20 @@ def test_golden_hugging_face(golden, name):
     np.testing.assert_array_equal(greedy, expected["greedy_16"])
 
 
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "llama3_ropescaled"])
+def test_half_precision_stays_near(golden, name):
+    """bf16 compute against fp32: log-probs of the golden rows within 3e-2."""
+    directory = golden(f"hf/{name}")
+    expected = np.load(directory / "expected.npz")
+    ids, lengths = expected["input_ids"], expected["lengths"]
+    full, half = (
+        jax.nn.log_softmax(load_model(directory, dtype=dtype).logits(ids, lengths)) for dtype in ("float32", "bfloat16")
+    )
+    valid = (np.arange(ids.shape[1] - 1) < lengths[:, None] - 1)[..., None]
+    taken = [np.take_along_axis(np.asarray(x)[:, :-1], ids[:, 1:, None], -1)[valid] for x in (full, half)]
+    assert 0 < np.abs(taken[0] - taken[1]).max() <= 3e-2
+
+
 def test_scan_equals_loop_and_remat():
     params, (ids, positions) = random_params(TINY), batch(TINY)
     scanned = decoder.forward(params, TINY, ids, positions)
@@ -101,8 +117,9 @@ def test_scan_equals_loop_and_remat():
     def loss(params, remat):
         return (decoder.forward(params, TINY, ids, positions, remat) ** 2).mean()
 
-    plain, remat = (jax.jit(jax.grad(loss), static_argnums=1)(params, flag) for flag in (False, True))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, remat)
+    plain, *others = (jax.jit(jax.grad(loss), static_argnums=1)(params, remat) for remat in decoder.REMAT)
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, other)
 
 
 def test_unstack_and_stack_are_inverse():
@@ -174,13 +191,82 @@ def test_rope_is_computed_in_fp32():
     np.testing.assert_allclose([cos[0, 0, 0, 0], sin[0, 0, 0, 0]], [-0.0660, -0.9978], atol=1e-3)
 
 
+def test_llama3_scaling_of_rope_written_out():
+    """Long wavelengths are stretched, short ones stay, between them a line in (turns in the old context)."""
+    cfg = dataclasses.replace(TINY, head_dim=16, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 128))
+    plain = 5e5 ** -(np.arange(0, 16, 2) / 16)
+    expected = []
+    for frequency in plain:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 128 / 4:
+            expected.append(frequency)
+        elif wavelength > 128 / 1:
+            expected.append(frequency / 8)
+        else:
+            smooth = (128 / wavelength - 1) / (4 - 1)
+            expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    assert len({*(np.array(expected) / plain).round(4)}) > 2  # all three cases occur
+    np.testing.assert_allclose(decoder.rope_frequencies(cfg), expected, rtol=1e-5)
+
+
+def test_rows_past_the_tokenizer_take_no_probability():
+    """Sampler and scorer alike: as if the matrix ended there."""
+    cfg = dataclasses.replace(TINY, vocab_used=50)
+    params, (ids, positions) = random_params(TINY), batch(TINY)
+    hidden = decoder.forward(params, TINY, ids, positions)
+    short = {**params, "head": params["head"][:50]}
+    np.testing.assert_allclose(
+        jax.nn.log_softmax(decoder.logits(params, cfg, hidden))[..., :50],
+        jax.nn.log_softmax(decoder.logits(short, TINY, hidden)),
+        atol=1e-5,
+    )
+    targets = jnp.minimum(ids, 49)
+    got = token_logprobs(hidden, params["head"], targets, 5, 0.7, vocab_used=50)
+    for a, b in zip(got, token_logprobs(hidden, short["head"], targets, 5, 0.7), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    grad = jax.grad(lambda w: token_logprobs(hidden, w, targets, 5, vocab_used=50)[0].sum())(params["head"])
+    assert np.isfinite(grad).all() and not grad[50:].any() and grad[:50].any()
+
+
+def test_named_shapes_have_the_models_parameters():
+    """The counts that the hub states for the published weights."""
+    counts = {name: parameter_count(cfg) for name, cfg in SHAPES.items()}
+    assert counts == {
+        "qwen2.5-0.5b": 494_032_768,
+        "qwen2.5-1.5b": 1_543_714_304,
+        "qwen2.5-3b": 3_085_938_688,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen2.5-14b": 14_770_033_664,
+        "qwen2.5-32b": 32_763_876_352,
+        "qwen2.5-72b": 72_706_203_648,
+        "llama-3.1-8b": 8_030_261_248,
+        "llama-3.1-70b": 70_553_706_496,
+    }
+    with pytest.raises(UserError, match=r"'qwen3'; use one of: qwen2\.5-0\.5b"):
+        named_shape("qwen3")
+
+
+def test_cudnn_is_asked_for_on_gpus_in_half_precision_only(monkeypatch):
+    """What a GPU would run can't run here: only which function is called, and with what."""
+    calls = []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: calls.append(options) or q)
+    q, k = jnp.ones((1, 4, 4, 8)), jnp.ones((1, 4, 2, 8))
+    causal_attention(q, k, k)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    causal_attention(q, k, k)  # fp32
+    causal_attention(*(x.astype(jnp.bfloat16) for x in (q, k, k)), kind="xla")
+    assert calls == []
+    causal_attention(*(x.astype(jnp.bfloat16) for x in (q, k, k)))
+    assert calls == [{"is_causal": True, "implementation": "cudnn"}]
+
+
 def test_head_is_tied_or_its_own():
     """T13: no head in a tied tree; an untied one uses its head, not the embedding."""
     tied, untied = (decoder.init(cfg, jax.random.key(0)) for cfg in (TIED, TINY))
     assert "head" not in tied
-    np.testing.assert_array_equal(decoder.head(tied, TIED), tied["embed"].T)
+    np.testing.assert_array_equal(decoder.head(tied, TIED), tied["embed"])
     np.testing.assert_array_equal(decoder.head(untied, TINY), untied["head"])
-    assert np.abs(untied["head"] - untied["embed"].T).max() > 0.01
+    assert np.abs(untied["head"] - untied["embed"]).max() > 0.01
 
 
 def test_init():
@@ -204,7 +290,8 @@ def test_config_reads_both_spellings_and_round_trips():
     assert old == DecoderConfig.from_hf(new)
     assert old.rope_theta == 5e5 and old.head_dim == 4 and old.qkv_bias
     several = dataclasses.replace(TIED, eos_token_ids=(1, 2), rope_theta=1e6)
-    for cfg in (TINY, TIED, several, dataclasses.replace(TINY, eos_token_ids=(7,))):
+    llama = dataclasses.replace(SHAPES["llama-3.1-8b"], dtype="float32")
+    for cfg in (TINY, TIED, several, dataclasses.replace(TINY, eos_token_ids=(7,)), llama):
         assert DecoderConfig.from_hf(cfg.to_hf()) == cfg
 
 
@@ -214,7 +301,7 @@ def test_config_reads_both_spellings_and_round_trips():
         ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope type 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, orig"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_size": None}, "hidden_size"),
     ],

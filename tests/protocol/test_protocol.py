@@ -81,3 +81,10 @@ def test_from_text_finds_no_action_outside_policy_text():
     block = "<search>a</search><answer>x</answer>"
     episode = Episode.from_text([("prompt", block), ("policy", "hm"), ("notice", block), ("docs", block)])
     assert [type(a) for a in episode.actions] == [Invalid] and episode.answer is None
+
+
+def test_prompt_must_hold_the_question():
+    with pytest.raises(UserError, match=r"prompt of protocol 'search_r1' is ''; it must hold \{question\}"):
+        get_protocol("search_r1", prompt="")
+    own = get_protocol("search_r1", prompt="{question} as {json: 1}")
+    assert own.render_prompt("What is {x}?") == "What is {x}? as {json: 1}"

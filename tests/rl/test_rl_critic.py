@@ -82,7 +82,7 @@ def test_gradient_against_the_loss_written_out(cfg, critic, inputs):
     assert 0 < metrics["value_clip_fraction"] < 1
 
 
-@pytest.mark.parametrize("change", [{"micro_rows": 8}, {"remat": True}])
+@pytest.mark.parametrize("change", [{"micro_rows": 8}, {"remat": "full"}])
 def test_portions_change_nothing(cfg, critic, inputs, change):
     assert_close(
         gradient(cfg, critic, dataclasses.replace(UCFG, **change), inputs), gradient(cfg, critic, UCFG, inputs)

@@ -16,13 +16,13 @@ B, T, D, V = 3, 13, 8, 20
 def inputs():
     rng = np.random.default_rng(1)
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
-    head = rng.normal(size=(D, V)).astype(np.float32)
+    head = rng.normal(size=(V, D)).astype(np.float32)
     return jnp.array(hidden), jnp.array(head), jnp.array(rng.integers(0, V, (B, T)))
 
 
 def full(hidden, head, targets, temperature):
     """The same from the whole [B, T, V] at once."""
-    logp = jax.nn.log_softmax(hidden @ head / temperature)
+    logp = jax.nn.log_softmax(hidden @ head.T / temperature)
     return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], -(jnp.exp(logp) * logp).sum(-1)
 
 
@@ -69,7 +69,7 @@ def test_never_holds_all_logits(inputs):
 
 def test_t11_temperature():
     # Logits [2, 0] at temperature 0.5, token 0.
-    logprobs, entropy = token_logprobs(jnp.array([[[1.0]]]), jnp.array([[2.0, 0.0]]), jnp.array([[0]]), 8, 0.5)
+    logprobs, entropy = token_logprobs(jnp.array([[[1.0]]]), jnp.array([[2.0], [0.0]]), jnp.array([[0]]), 8, 0.5)
     np.testing.assert_allclose(logprobs, [[-0.018150]], atol=1e-6)
     p = 1 / (1 + np.exp(-4))
     np.testing.assert_allclose(entropy, [[-p * np.log(p) - (1 - p) * np.log(1 - p)]], atol=1e-6)
@@ -77,7 +77,7 @@ def test_t11_temperature():
         token_logprobs(jnp.ones((1, 1, 1)), jnp.ones((1, 2)), jnp.zeros((1, 1), int), 8, 0.0)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_index_rule(cfg, params, batch, remat):
     """Index t holds log p(ids[t] | ids[:t]), computed here from the prefix alone."""
     args = (cfg, batch.ids, batch.positions, 0.8, 7, remat)

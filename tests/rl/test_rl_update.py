@@ -83,7 +83,7 @@ def test_gradient_against_the_loss_written_out(cfg, params, inputs, expected):
     assert 0 < metrics["clip_fraction"] < 1 and metrics["kl"] > 0
 
 
-@pytest.mark.parametrize("change", [{"micro_rows": 8}, {"logprob_chunk": 128}, {"remat": True}])
+@pytest.mark.parametrize("change", [{"micro_rows": 8}, {"logprob_chunk": 128}, {"remat": "full"}, {"remat": "dots"}])
 def test_portions_change_nothing(cfg, params, inputs, expected, change):
     got = gradient(cfg, params, dataclasses.replace(UCFG, **change), inputs)
     assert_close(got, expected, 1e-6)

@@ -92,9 +92,9 @@ def scripted_model(scripts):
         seen = mark(tokenizer(marker)["input_ids"][0])
         for turn in script:
             start, own = known[turn[0]], mark(known[turn[0]])
-            head[seen, start], head[own, start] = 1e6, -1e8
+            head[start, seen], head[start, own] = 1e6, -1e8
             for piece, after in itertools.pairwise(turn):
-                head[known[piece], known[piece] if after is LOOP else known[after]] = 1e11
+                head[known[piece] if after is LOOP else known[after], known[piece]] = 1e11
             seen = own
     return Model(cfg, jax.tree.map(jax.numpy.asarray, params), tokenizer)
 
@@ -120,12 +120,13 @@ def random_model(seed=0, boost=(1.5, 1.5, 1.2, 1.2), size=420):
     )
     rng = np.random.default_rng(seed)
     params = jax.tree.map(lambda x: rng.normal(0.1, 0.3, x.shape).astype(np.float32), decoder.param_shapes(cfg))
+    params["head"] = params["head"].reshape(16, -1).T.copy()
     params["embed"][:, 0] = 2.0  # a hidden unit that is always on
     params["norm"]["scale"][0] = 1.0
     tags = [i for i in map(tokenizer.convert_tokens_to_ids, ["<search>", "</search>", "<answer>", "</answer>"])]
-    params["head"][0] = 0
-    params["head"][0, tags] = boost
-    params["head"][:, len(tokenizer) :] = -5 * np.eye(16, 1)  # padding rows are unlikely, as in a trained model
+    params["head"][:, 0] = 0
+    params["head"][tags, 0] = boost
+    params["head"][len(tokenizer) :] = -5 * np.eye(1, 16)  # padding rows are unlikely, as in a trained model
     return Model(cfg, jax.tree.map(jax.numpy.asarray, params), tokenizer)
 
 

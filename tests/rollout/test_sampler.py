@@ -279,3 +279,32 @@ def test_decode_moves_nothing_between_host_and_device_and_traces_once():
     with jax.transfer_guard("disallow"):
         state, _ = sampler.decode_chunk(params, state, *args, cfg=CFG, steps=6, window=CELLS)
     assert sampler.decode_chunk._cache_size() == programs
+
+
+def test_t16_cache_over_turns_with_a_left_padded_row():
+    """A row of 12 as prompt 3, three single steps, a chunk of 4 documents, two steps; beside it the same row, fed with
+    two padding ids on its left. Both give the logits of one full pass, at the same cells."""
+    params = jax.device_put(to_sampler(random_params()))
+    row = np.random.default_rng(5).integers(1, CFG.vocab_size, 12)
+    want = np.asarray(full_logits(CFG, random_params(), np.pad(row, (0, CELLS - 12))[None].astype(np.int32)))[0, :12]
+    cache = jax.tree.map(lambda x: jnp.full_like(x, np.nan), kv_cache.init_cache(CFG, 2, 12))
+
+    @jax.jit
+    def forward(params, cache, ids, at):
+        attend = kv_cache.Attend(cache, jnp.arange(2), at, 12)
+        hidden = decoder.forward_layers(params, CFG, ids, jnp.maximum(at, 0), attend)
+        return decoder.logits(params, CFG, hidden), attend.cache
+
+    start = 0
+    for size in (3, 1, 1, 1, 4, 1, 1):
+        at = np.arange(start, start + size, dtype=np.int32)
+        ids, positions = np.tile(row[at], (2, 1)), np.tile(at, (2, 1))
+        if size > 1:  # the same tokens, moved to the right by two columns of padding
+            ids = np.stack([np.pad(row[at], (0, 2)), np.pad(row[at], (2, 0))])
+            positions = np.stack([np.pad(at, (0, 2), constant_values=-1), np.pad(at, (2, 0), constant_values=-1)])
+        got, cache = forward(params, cache, ids.astype(np.int32), positions)
+        np.testing.assert_allclose(got[0][positions[0] >= 0], want[at], atol=1e-4)
+        np.testing.assert_allclose(got[1][positions[1] >= 0], want[at], atol=1e-4)
+        start += size
+    for layer in (*cache["k"], *cache["v"]):
+        np.testing.assert_allclose(layer[0], layer[1], atol=1e-5)
