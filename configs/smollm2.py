@@ -7,8 +7,10 @@ Evaluation only. Both packages carry their weights (GGUF of 93 MB; safetensors),
 the first would build llama.cpp, which we don't use. The corpus is jsonl {"id", "contents"} or {"id", "title", "text"},
 the questions as ours or FlashRAG's.
 
-Expect little of the answers: the model has 135M parameters and was never trained to search. This configuration shows
-that weights, tokenizer, chat template, encoder, index and loop work together on something real.
+Expect nothing of the score: the model has 135M parameters, was never trained to search, and answers in plain sentences
+without tags, so no answer counts (measured: 12 HotpotQA questions over 1,000 passages, EM 0 %, 104 s on two cores with
+other work on them). This configuration shows that weights, tokenizer, chat template, encoder, index and loop work
+together on something real, and is a start for training.
 """
 
 import importlib.util

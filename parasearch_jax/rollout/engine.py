@@ -355,7 +355,8 @@ class _Job:
             "pending": np.asarray(pending, np.int32),
             "left": np.asarray(left, np.int32),
         }
-        window = self._window(max(run[2] + len(run[1]) for run in rows))
+        first = not any(run[2] for run in rows)  # nothing but prompts: no cell of the cache has to be read
+        window = 0 if first else self._window(max(run[2] + len(run[1]) for run in rows))
         keys = _fold_all(self.step_key, jax.device_put(np.asarray(keys, np.uint32)))
         feed = {**jax.device_put(feed), "key": keys}
         engine._state = sampler.extend(engine._params, engine._state, feed, cfg=engine.model_config, window=window)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from parasearch_jax.models.attention import cached_attention
+from parasearch_jax.models.attention import cached_attention, causal_attention
 from parasearch_jax.models.decoder import DecoderConfig
 
 Cache = dict[str, tuple[jax.Array, ...]]  # {"k", "v"}: L arrays [S,C,K,H]
@@ -35,11 +35,12 @@ class Attend:
     """The attention of one forward pass through the cache, as `decoder.forward_layers` calls it.
 
     rows int32 [R] are the slots (S or more: nothing is written), positions int32 [R,T] where the new tokens stand (-1:
-    padding). After the pass `cache` holds the new keys and values. `window` cells of each slot are read.
+    padding). After the pass `cache` holds the new keys and values. `window` cells of each slot are read; 0 for slots
+    that are new: the tokens then see each other only, by the attention of training (`kind`: see attention.py).
     """
 
-    def __init__(self, cache: Cache, rows: jax.Array | None, positions: jax.Array, window: int):
-        self.cache, self.rows, self.positions, self.window = dict(cache), rows, positions, window
+    def __init__(self, cache: Cache, rows: jax.Array | None, positions: jax.Array, window: int, kind: str = "auto"):
+        self.cache, self.rows, self.positions, self.window, self.kind = dict(cache), rows, positions, window, kind
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         slots = self.cache["k"][layer].shape[0]
@@ -49,6 +50,10 @@ class Attend:
             layers = list(self.cache[name])
             layers[layer] = write(layers[layer], rows, self.positions, new)
             self.cache[name] = tuple(layers)
+            if not self.window:
+                continue
             cells = layers[layer][:, : self.window]
             read[name] = cells if self.rows is None else cells.at[rows].get(mode="fill", fill_value=0)
+        if not self.window:
+            return causal_attention(q, k, v, self.kind)
         return cached_attention(q, read["k"], read["v"], self.positions)

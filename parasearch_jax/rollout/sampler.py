@@ -60,12 +60,12 @@ def extend(params: Params, state: SamplerState, feed: dict, *, cfg: DecoderConfi
 
     feed: {"rows" int32 [R] (S: a padding row), "ids" int32 [R,T], "count" int32 [R] (valid ids), "start" int32 [R]
     (cells already filled), "pending" int32 [R] (the token after the ids), "left" int32 [R], "key" key [R]}. Prompts
-    (start 0) and documents alike. The window must hold start + count.
+    (start 0) and documents alike. The window must hold start + count; 0 if every row starts at 0 (first prefill).
     """
     rows, T = feed["rows"], feed["ids"].shape[1]
     offsets = jnp.arange(T, dtype=jnp.int32)
     positions = jnp.where(offsets < feed["count"][:, None], feed["start"][:, None] + offsets, -1)
-    attend = kv_cache.Attend(state.cache, rows, positions, window)
+    attend = kv_cache.Attend(state.cache, rows, positions, window, cfg.attention)
     decoder.forward_layers(params, cfg, feed["ids"], jnp.maximum(positions, 0), attend)
     put = lambda old, new: old.at[rows].set(new, mode="drop")  # noqa: E731
     return SamplerState(

@@ -281,6 +281,19 @@ def test_decode_moves_nothing_between_host_and_device_and_traces_once():
     assert sampler.decode_chunk._cache_size() == programs
 
 
+def test_first_prefill_reads_no_cell():
+    """Window 0: the same cache and the same next tokens as through the window, whatever the cells held."""
+    ids = list(range(20, 29))
+    feeds = {0: (None, ids, 9), 2: (None, ids[:4], 9)}
+    through, first = (extend(poisoned_state(), feeds, window=window) for window in (CELLS, 0))
+    for a, b in zip(jax.tree.leaves(through.cache), jax.tree.leaves(first.cache), strict=True):
+        np.testing.assert_allclose(a[0, :8], b[0, :8], atol=EXACT)
+        np.testing.assert_allclose(a[2, :3], b[2, :3], atol=EXACT)
+    outs = [decode(state)[1] for state in (through, first)]
+    np.testing.assert_array_equal(outs[0]["tokens"][:, [0, 2]], outs[1]["tokens"][:, [0, 2]])
+    np.testing.assert_allclose(outs[0]["logprobs"][:, [0, 2]], outs[1]["logprobs"][:, [0, 2]], atol=EXACT)
+
+
 def test_t16_cache_over_turns_with_a_left_padded_row():
     """A row of 12 as prompt 3, three single steps, a chunk of 4 documents, two steps; beside it the same row, fed with
     two padding ids on its left. Both give the logits of one full pass, at the same cells."""
