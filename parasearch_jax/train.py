@@ -94,7 +94,6 @@ def train(
                     with sigterm.interrupts():
                         evals[name] = _evaluate(engine, held_out[key], protocol, retriever, work, name, console)
 
-        step = start
         try:
             for step in dict.fromkeys((0, start)):
                 evaluate_due(step)
