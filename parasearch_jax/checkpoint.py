@@ -134,8 +134,8 @@ class Checkpoints:
 
     def _check_leaves(self, step: int, like: Any) -> None:
         """Orbax casts another dtype in silence and reports structures as a page of reprs."""
-        saved = _leaves(self._manager.item_metadata(step)["state"].tree)
-        wanted = _leaves(like)
+        saved = leaves_by_path(self._manager.item_metadata(step)["state"].tree)
+        wanted = leaves_by_path(like)
         pairs = {name: (saved.get(name), wanted.get(name)) for name in sorted(saved | wanted)}
         lines = [f"  {name}: saved {_show(s)}, wanted {_show(w)}" for name, (s, w) in pairs.items() if not _same(s, w)]
         if lines:
@@ -212,7 +212,7 @@ def _with_sharding(leaf: Any) -> Any:
     return leaf
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Leaves by path; optax's named tuples and the saved dicts and lists give the same names ("opt/0/mu/w")."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

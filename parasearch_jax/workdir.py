@@ -118,10 +118,10 @@ class Workdir:
         return _read_json(path) if self._steps and self._saved == self._steps and path.exists() else None
 
     def finish(self, results: dict) -> None:
-        """results.json and the report."""
-        write_json(self.path / "results.json", results)
+        """The report, and last results.json, by which the next start knows that nothing is left to do."""
         before, after = (self._episodes(name) if name in results["evals"] else () for name in ("initial", "final"))
         write_report(self.path, results, read_metrics(self.path), before, after)
+        write_json(self.path / "results.json", results)
 
     def _episodes(self, name: str) -> list[dict]:
         path = self.path / "episodes" / f"{name}.jsonl"

@@ -230,6 +230,10 @@ def test_profile_names_the_phases(tmp_path):
     with gzip.open(trace) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"rollout", "reward", "score", "update", "sync"} <= names
+    (planes,) = (tmp_path / "work" / "profile").rglob("*.xplane.pb")
+    content = planes.read_bytes()  # the operations on the device carry the scopes of their functions
+    for scope in (b"(extend)/rollout/", b"(decode_chunk)/rollout/", b"(score)/score/", b"(update)/update/"):
+        assert scope in content, scope
     with pytest.raises(UserError, match="--profile is 2, the run has the steps 1 to 1"):
         training.train(config, workdir=tmp_path / "other", profile=2)
 

@@ -147,17 +147,14 @@ def restore_params(checkpoint: Path, cfg: DecoderConfig, shardings: Any = None) 
 
 
 def _check_leaves(checkpoint: Path, saved: Any, wanted: Params) -> None:
-    theirs, ours = _shapes_by_name(saved), _shapes_by_name(wanted)
+    from parasearch_jax.checkpoint import leaves_by_path  # Orbax, as above
+
+    theirs, ours = ({name: list(x.shape) for name, x in leaves_by_path(tree).items()} for tree in (saved, wanted))
     differ = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
     if differ:
         some = ", ".join(f"{name} {theirs.get(name)} (expected {ours.get(name)})" for name in differ[:5])
         raise UserError(f"{checkpoint} does not fit the configuration of the model that its run started from: {some}. "
                         "Put that model back.")  # fmt: skip
-
-
-def _shapes_by_name(tree: Any) -> dict[str, list[int]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): list(leaf.shape) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------------------------- what belongs to a model

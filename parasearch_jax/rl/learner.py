@@ -134,8 +134,7 @@ def _gae_targets(algorithm: AlgorithmConfig, batch: Batch, steps, scores) -> tup
 
 
 def _share(tree, updates: int) -> tuple:
-    """[B, ...] leaves cut into `updates` blocks of rows. Rows lie by question, so that a
-    group is not spread over the blocks."""
+    """[B, ...] leaves cut into `updates` blocks of rows. Rows lie by question, so that few groups lie in two blocks."""
 
     def block(x, i):
         if x.shape[0] % updates:
@@ -146,15 +145,10 @@ def _share(tree, updates: int) -> tuple:
     return tuple(jax.tree.map(lambda x, i=i: block(x, i), tree) for i in range(updates))
 
 
+@jax.jit
 def _combined(seen: list[Metrics]) -> Metrics:
     """The metrics of a batch from those of its updates."""
-    if len(seen) == 1:
-        return seen[0]
-    return _combine(seen)
 
-
-@jax.jit
-def _combine(seen: list[Metrics]) -> Metrics:
     def one(name):
         values = jnp.stack([metrics[name] for metrics in seen])
         if name.endswith("skipped"):
