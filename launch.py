@@ -17,11 +17,20 @@ WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run is written (default: runs/NAME); the same command continues it."
 )
 PROFILE = flags.DEFINE_integer("profile", None, "Writes a jax.profiler trace of this step to WORKDIR/profile.")
+PLAN = flags.DEFINE_bool(
+    "plan", False, "Prints memory and time of the run, by arithmetic and as compiled; runs nothing."
+)
+DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Several hosts, a process each, as SLURM, Open MPI, Kubernetes or a TPU pod started them."
+)
+COORDINATOR = flags.DEFINE_string("coordinator", None, "Several hosts without those: HOST:PORT of process 0.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "With --coordinator: the number of hosts.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "With --coordinator: this host's number, from 0.")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; flags are --config, --workdir and --profile")
+        raise UserError(f"unexpected argument {argv[1]!r}; --help names the flags")
     config = CONFIG.value
     if config is None:
         raise UserError("--config is missing; start with --config=configs/parallel_tiny.py")
@@ -30,9 +39,15 @@ def main(argv: list[str]) -> None:
     except OSError as error:  # ml_collections keeps the failure to load a file until the first use
         raise UserError(" ".join(str(error).split())) from error
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
-    from parasearch_jax.train import train  # imports JAX: not before the flags are known to be right
+    from parasearch_jax import hosts, plan  # imports JAX: not before the flags are known to be right
+    from parasearch_jax.train import train
 
-    train(config, workdir=WORKDIR.value or default_workdir(config), profile=PROFILE.value)
+    if PLAN.value:
+        plan.print_plan(config)
+        return
+    plan.claim_memory(config)
+    with hosts.joined(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value):
+        train(config, workdir=WORKDIR.value or default_workdir(config), profile=PROFILE.value)
 
 
 def default_workdir(config) -> Path:

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from parasearch_jax import toy
 from parasearch_jax.errors import UserError
 
-ADAMW = dict(warmup_steps=0, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999)
+ADAMW = dict(warmup_steps=0, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999, mu_dtype="float32")
 TOY = Path(toy.__file__).parent
 
 
@@ -89,8 +89,10 @@ def base(name: str) -> ConfigDict:
                 keep=2,  # the last checkpoints, and with eval_every also
                 best="em",  # the one with the highest of these on data.dev
             ),
-            # What the run was laid out for. A machine with less is told so before the work begins (preflight.py).
-            machine=dict(devices=1, device_gib=0.0, host_gib=0.0),
+            # Devices: rows, slots and parameters are split over fsdp, heads and vocabulary over tp (sharding/mesh.py).
+            mesh=dict(fsdp=1, tp=1),
+            # What a machine must have. One with less is told so before the work begins (preflight.py).
+            machine=dict(device="", device_gib=0.0, host_gib=0.0),  # device: what --plan counts with
             # How to get what may be missing: "model", "data", "corpus", "index", "machine"; and what to run instead.
             setup=dict(instead=""),
         )

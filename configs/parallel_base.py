@@ -5,10 +5,13 @@ r"""ParallelSearch as the paper ran it: Qwen2.5-7B by PPO on NQ and HotpotQA, se
     python launch.py --config=configs/parallel_base.py:instruct,released      # what the authors' script does instead
     python launch.py --config=configs/parallel_base.py:eval                   # evaluate model.path only
 
-THIS VERSION CANNOT RUN IT: it trains on one device and opens no index files. The command says so at once, with what
-the machine lacks and the commands that get it. `configs/parallel_tiny.py:ppo` runs anywhere.
+    python launch.py --config=configs/parallel_base.py --plan                 # memory and hours, on any machine
 
-Hardware: 8 x H100 80 GB in one host, as the paper. Hours: not measured.
+THIS VERSION CANNOT RUN IT: it opens no index files yet. The command says so at once, with what the machine lacks and
+the commands that get it. `configs/parallel_tiny.py:ppo` runs anywhere.
+
+Hardware: 8 x H100 80 GB in one host, as the paper. `--plan`: 67 of 76 GiB a device. Hours: not measured; the plan
+estimates 19, from utilisations that it names.
 
 To expect (EM, the paper's numbers and none of ours; 51,712 of the 51,713 test questions, as its batches drop the rest):
 
@@ -98,7 +101,8 @@ def get_config(arg=None):
     # ---- The machine. An 80 GB card has 79 GiB, of which the driver keeps some hundred MiB. Host memory: index
     # 21,015,324 x 768 x 4 bytes = 60 GiB, passages as Python strings 19 GiB, and while a checkpoint is saved a copy of
     # both models with Adam's moments, 2 x 7.6e9 x 12 bytes = 170 GiB; with the questions about 255 GiB.
-    config.machine.update(devices=8, device_gib=76.0, host_gib=260.0)
+    config.mesh.fsdp = 8
+    config.machine.update(device="H100", device_gib=76.0, host_gib=260.0)
     _setup(config, model)
 
     for part in ("instruct", "released", "eval"):
@@ -122,6 +126,7 @@ def _release(config):
     config.rollout.observation_tokens = 1000  # script
     config.rollout.max_total_tokens = 5696  # script, max_prompt_length
     config.train.buckets = (1024, 2048, 3072, 4096, 5696)
+    config.learner.micro_rows = 32  # 4 a device: longer rows
     config.learner.entropy_coef = 0.001  # yaml; the script leaves it
     config.reward.variant = "released"  # +lambda_s offset, first search only, tags counted in text: rewards/
     config.rollout.observation_variant = "released"  # one right cut, which may lose the closing tag

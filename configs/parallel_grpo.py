@@ -2,9 +2,9 @@ r"""configs/parallel_base.py with Search-R1's GRPO in place of PPO: five samples
 
     python launch.py --config=configs/parallel_grpo.py                        # arguments as parallel_base.py's
 
-THIS VERSION CANNOT RUN IT, for parallel_base's reasons. `configs/parallel_tiny.py` is GRPO and runs anywhere.
+THIS VERSION CANNOT RUN IT, for parallel_base's reason. `configs/parallel_tiny.py` is GRPO and runs anywhere.
 
-Hardware: 8 x H100 80 GB in one host. Hours: not measured.
+Hardware: 8 x H100 80 GB in one host. `--plan`: 58 of 76 GiB a device. Hours: not measured; the plan estimates 63.
 
 To expect: not measured, and the ParallelSearch paper has no such run. Search-R1's own, with its reward and one query a
 search (arXiv 2503.09516, mean EM of the seven sets; the paper's): base .350, instruct .396.

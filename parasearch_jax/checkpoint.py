@@ -2,7 +2,8 @@
 
 A save runs in the background into a temporary folder that is renamed when it is complete, so a killed save leaves no
 folder under a step's number. Folders that are numbered but not committed (a broken copy, another program's) are never
-taken either.
+taken either. With several hosts all call the same methods: each writes the parts of the arrays that it holds, the first
+one the JSON, and the folder is renamed when all have ended.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers as policies
 
+from parasearch_jax import hosts
 from parasearch_jax.errors import UserError
 
 ITEMS = ("state", "run")
@@ -65,8 +67,9 @@ class Checkpoints:
         """
         if self._read_only:
             raise ValueError(f"checkpoints in {self.directory} were opened read_only; open them without it to save")
-        _check_json(run_state)
-        self.wait()
+        with hosts.together():
+            _check_json(run_state)
+            self.wait()
         self._step = step
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run_state))
         try:
@@ -96,8 +99,9 @@ class Checkpoints:
         Not by Orbax's `check_for_errors`: the thread that finishes a save takes the error before it can be asked for,
         and where the question comes first, that thread sees none and deletes the old checkpoints.
         """
-        if self._failure is not None or not self._manager.is_saving_in_progress():
-            self.wait()
+        with hosts.together():
+            if self._failure is not None or not self._manager.is_saving_in_progress():
+                self.wait()
 
     def _fail(self, error: Exception) -> UserError:
         """Keeps the failure: Orbax raises it once only, and a swallowed one would look like success later."""
@@ -109,7 +113,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest complete step on disk, None if there is none. A save in progress is not complete."""
-        return max((step for step, folder in _numbered(self.directory) if is_complete(folder)), default=None)
+        return latest_step(self.directory)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict]:
         """(state, run_state) of `step`, the state in the structure, dtypes and shardings of `like`.
@@ -128,7 +132,9 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, then frees Orbax's threads; raises if the last save failed."""
         try:
-            self.wait()
+            if not self._read_only:
+                with hosts.together():
+                    self.wait()
         finally:
             self._manager.close()
 
@@ -144,6 +150,11 @@ class Checkpoints:
                 f"checkpoint {step} in {self.directory} does not fit this model and optimizer; give the configuration "
                 "it was made with, or another --workdir:\n" + "\n".join(lines[:8] + more)
             )
+
+
+def latest_step(directory: Path) -> int | None:
+    """`Checkpoints.latest` of a directory that need not be opened, which Orbax does on all hosts together."""
+    return max((step for step, folder in _numbered(directory) if is_complete(folder)), default=None)
 
 
 def is_complete(folder: Path) -> bool:

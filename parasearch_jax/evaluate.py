@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from parasearch_jax import hosts
 from parasearch_jax.data import Question
 from parasearch_jax.data.metrics import cover_em, em, f1
 from parasearch_jax.protocol import Protocol
@@ -21,9 +22,9 @@ Subsets = dict[str, dict[str, float]]  # {subset: {"n", "em", ...}}, `E` of resu
 def evaluate(
     engine: Engine, questions: Sequence[Question], protocol: Protocol, retriever: Retriever
 ) -> tuple[Subsets, list[Episode]]:
-    """One greedy episode of every question, and what they amount to."""
+    """One greedy episode of every question, and what they amount to; with several hosts each does its share."""
     start = time.perf_counter()
-    episodes = engine.rollout(questions, protocol, retriever, temperature=0.0)
+    episodes = hosts.spread(lambda mine: engine.rollout(mine, protocol, retriever, temperature=0.0), questions)
     seconds = time.perf_counter() - start
     subsets = summarize(episodes, questions, protocol)
     for numbers in subsets.values():

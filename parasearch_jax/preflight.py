@@ -20,6 +20,7 @@ from parasearch_jax.data.questions import question_files
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.paths import lacks
 from parasearch_jax.retrieval import ENCODERS
+from parasearch_jax.sharding.mesh import MeshConfig
 
 GIB = 2**30
 WIDTH = 110
@@ -38,13 +39,15 @@ class Lack:
 def preflight(config: ConfigDict) -> None:
     """Raises UserError with a page that names everything missing, how to get it, and what to run instead.
 
-    Does nothing for a configuration that asks nothing of the machine (`machine` at its defaults): there the loaders'
-    own errors are more exact. Reads no weights, no questions, no corpus.
+    Does nothing for a configuration that asks nothing of the machine (`mesh` and `machine` at their defaults): there
+    the loaders' own errors are more exact. Reads no weights, no questions, no corpus.
     """
     machine = config.machine
-    if machine.devices == 1 and not machine.device_gib and not machine.host_gib:
+    mesh = MeshConfig(**config.mesh)
+    if mesh.size == 1 and not machine.device_gib and not machine.host_gib:
         return
-    lacks = [*_devices(machine), *_host_memory(machine), *_model(config), *_questions(config), *_retriever(config)]
+    of_machine = [*_devices(machine, mesh.size), *_host_memory(machine)]
+    lacks = [*of_machine, *_model(config), *_questions(config), *_retriever(config)]
     unbuilt = list(_not_in_this_version(config))
     if lacks or unbuilt:
         raise UserError(_page(config, lacks, unbuilt))
@@ -52,8 +55,6 @@ def preflight(config: ConfigDict) -> None:
 
 def _not_in_this_version(config: ConfigDict) -> Iterator[str]:
     """What the code can't do yet, whatever the machine; each line goes with the issue that it names."""
-    if config.machine.devices > 1:  # issue "Eight devices, several hosts, and a plan"
-        yield f"a run over {config.machine.devices} devices (this version uses one)"
     if config.retriever.get("index"):  # issue "Retrieval"
         yield "index files (the index of retriever.corpus is made anew at every start)"
 
@@ -61,13 +62,13 @@ def _not_in_this_version(config: ConfigDict) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------- the machine
 
 
-def _devices(machine: ConfigDict) -> Iterator[Lack]:
-    """Too few devices, or devices with too little memory. With `device_gib` a CPU is no device."""
+def _devices(machine: ConfigDict, wanted: int) -> Iterator[Lack]:
+    """Fewer devices than wanted, or devices with too little memory. With `device_gib` a CPU is no device."""
     found = [d for d in jax.devices() if not (machine.device_gib and d.platform == "cpu")]
     seen = ", ".join(f"{count} x {kind}" for kind, count in Counter(d.device_kind for d in jax.devices()).items())
-    if len(found) < machine.devices:
+    if len(found) < wanted:
         size = f" with {machine.device_gib:g} GiB each" if machine.device_gib else ""
-        yield Lack("devices", f"{len(found)} of {machine.devices}{size} (JAX sees: {seen})", "machine")
+        yield Lack("devices", f"{len(found)} of {wanted}{size} (JAX sees: {seen})", "machine")
     sizes = [size for d in found if (size := _device_gib(d)) is not None]
     if sizes and min(sizes) < machine.device_gib:
         yield Lack("device memory", f"{min(sizes):.0f} of {machine.device_gib:g} GiB (JAX sees: {seen})", "machine")

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 from ml_collections import ConfigDict
 
+from parasearch_jax import hosts
 from parasearch_jax.data.questions import question_files
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.paths import model_files
@@ -36,7 +38,8 @@ MAY_DIFFER = frozenset(
         "train.eval_every",
         "train.best",
         "train.keep",  # which checkpoints stay
-        "machine",  # where the run is laid out to go
+        "mesh",  # these two: where the run goes; last bits differ with the number of devices
+        "machine",
         "setup",  # how to get what is missing
     }
 )
@@ -90,6 +93,21 @@ def check_same(old: dict, new: dict, where: str) -> None:
         raise UserError(
             f"{where} belongs to another run than this one; give its configuration, or another --workdir:\n"
             + "\n".join(lines[:8] + more)
+        )
+
+
+def check_hosts(run: dict) -> None:
+    """Raises UserError naming the leaves in which the `describe`s of the hosts differ; all hosts call it."""
+    first, *others = (_leaves(other) for other in hosts.gather([run]))
+    lines = [
+        f"  {leaf}: {_show(a)} on host 0, {_show(b)} on host {i}"
+        for i, other in enumerate(others, 1)
+        for leaf, (a, b) in _differences(first, other).items()
+    ]
+    if lines:
+        more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
+        raise UserError(
+            "the hosts were not started alike; give all of them the same command:\n" + "\n".join(lines[:8] + more)
         )
 
 
@@ -241,6 +259,9 @@ class Sigterm:
 
     Python runs signal handlers in the main thread only, so in another thread (a notebook's) this does nothing. SIGINT
     stays as it is: Ctrl-C ends at once, and the last checkpoint is what a resume takes.
+
+    With several hosts SIGTERM interrupts nothing, as the others would wait for one that has left. Where `interrupts`
+    begins they agree, and if one has got it Terminated is raised on all.
     """
 
     def __init__(self):
@@ -266,6 +287,11 @@ class Sigterm:
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
         """While in it, SIGTERM raises Terminated."""
+        if jax.process_count() > 1:
+            if hosts.any_host(self.received):
+                raise Terminated
+            yield
+            return
         self._interrupting = True  # before the look at `received`: a signal in between raises by itself
         try:
             if self.received:

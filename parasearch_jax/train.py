@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from parasearch_jax import resume, rewards, rl
+from parasearch_jax import hosts, resume, rewards, rl
 from parasearch_jax.data import Question, load_question_sets
 from parasearch_jax.data.metrics import em
 from parasearch_jax.errors import UserError
@@ -26,6 +27,8 @@ from parasearch_jax.rl.learner import AlgorithmConfig, make_learner
 from parasearch_jax.rl.optim import OptimConfig
 from parasearch_jax.rl.update import UpdateConfig
 from parasearch_jax.rollout import Engine, Episode, RolloutConfig
+from parasearch_jax.rollout.probe import make_probe
+from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 from parasearch_jax.workdir import Workdir, params_sha256
 from parasearch_jax.writers import Console, results_table
 
@@ -41,28 +44,35 @@ def train(
     `config` as configs/*.py make it. `reward_fn(episode, question) -> parts or (parts, steps)` takes the place of
     `config.reward` (a notebook's reward). A `workdir` that holds a part of this run is continued from its last complete
     checkpoint; None: a new one, `runs/<name>-<time>`. `profile`: the step whose `jax.profiler` trace is written there.
-    Raises UserError for bad input. SIGTERM saves, then ends the process with 143.
+    Raises UserError for bad input. SIGTERM saves, then ends the process with 143. With several hosts (hosts.py) each
+    calls this with the same arguments and gets the same results.
     """
-    preflight(config)
     steps, timer = config.train.steps, Timer()
 
     # ---- Questions, reward, protocol, model: everything that can be wrong is read before the work begins.
-    protocol = get_protocol(config.protocol.name, **_overrides(config.protocol))
-    reward = rewards.make_reward(config.reward.to_dict()) if reward_fn is None else rewards.wrap(reward_fn)
-    questions = load_question_sets(config.data.train) if steps else []
-    held_out = {"test": load_question_sets(config.data.test)}
-    if steps and config.train.eval_every:
-        held_out["dev"] = load_question_sets(config.data.dev)
-    reward.check(questions)
-    _check_settings(config, len(questions), profile)
-    model = load_model(config.model.path, dtype=config.model.dtype)
+    with hosts.together():
+        resume.check_hosts(resume.describe(config, reward_fn))
+        preflight(config)
+        protocol = get_protocol(config.protocol.name, **_overrides(config.protocol))
+        reward = rewards.make_reward(config.reward.to_dict()) if reward_fn is None else rewards.wrap(reward_fn)
+        questions = load_question_sets(config.data.train) if steps else []
+        held_out = {"test": load_question_sets(config.data.test)}
+        if steps and config.train.eval_every:
+            held_out["dev"] = load_question_sets(config.data.dev)
+        reward.check(questions)
+        _check_settings(config, len(questions), profile)
+        mesh = make_mesh(MeshConfig(**config.mesh))
+    with hosts.together():
+        model = load_model(config.model.path, mesh, config.model.dtype)
 
     with contextlib.ExitStack() as stack:
-        path = workdir or Path("runs", f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        path = workdir or hosts.from_first(lambda: f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         work = stack.enter_context(Workdir(path, config, reward_fn))
-        console = Console(steps)
+        stack.enter_context(hosts.lost_is_told())
+        console = Console(steps, quiet=not hosts.is_first())
         console.print(f"{config.name}: {work.path}\n{reward.describe()}")
-        retriever = open_retriever(config.retriever)
+        with hosts.together():
+            retriever = open_retriever(config.retriever)
         stack.callback(retriever.close_sync)
 
         # ---- Policy, optimizers, jitted functions. Configuration enters them as frozen dataclasses.
@@ -70,17 +80,20 @@ def train(
         algorithm = AlgorithmConfig(**config.algorithm)
         updates = UpdateConfig(**config.learner, temperature=algorithm.temperature)
         optimizer, critic_optimizer = OptimConfig(**config.optimizer), OptimConfig(**config.critic_optimizer)
-        learner = make_learner(model.config, algorithm, updates, optimizer, critic_optimizer)
-        reference = model.params if updates.kl_coef or algorithm.reward_kl else None
-        engine = Engine(model, rollout, seed=config.seed)
+        learner = make_learner(model.config, algorithm, updates, optimizer, critic_optimizer, mesh)
+        reference = learner.reference(model.params) if updates.kl_coef or algorithm.reward_kl else None
+        engine = Engine(model, rollout, seed=config.seed, mesh=mesh)
+        probe = make_probe(model.config, mesh)
         stack.callback(engine.close)
 
         # ---- Where the run stands: at its last complete checkpoint, or at step 0.
-        state, start, memory = work.restore(lambda: learner.init(model.params))
+        state, start, memory = work.restore(learner.shapes, lambda: learner.init(model.params))
+        model.params = None  # state, reference and engine have their own; these would stay for the whole run
         if (results := work.results()) is not None:
             return _finished(work, results, console)
         if start:
             engine.sync(state["actor"]["params"], version=start)
+            probe(state["actor"]["params"], start, engine)
             console.print(f"goes on behind step {start}")
         stack.enter_context(console)
         sigterm = stack.enter_context(resume.Sigterm())
@@ -102,14 +115,15 @@ def train(
                 with sigterm.interrupts(), timer("rollout"):
                     drawn = draw(questions, config.seed, step - 1, algorithm.questions)
                     sampling = {"samples": algorithm.samples, "temperature": algorithm.temperature, "step": step}
-                    episodes = engine.rollout(drawn, protocol, retriever, **sampling)
+                    episodes = hosts.spread(lambda qs: engine.rollout(qs, protocol, retriever, **sampling), drawn)  # noqa: B023
 
                 # ---- Reward, batch.
                 with timer("reward"):
-                    scored = score_groups(reward, drawn, episodes, algorithm.samples, memory)
+                    score = functools.partial(score_groups, reward, drawn, episodes, algorithm.samples, memory)
+                    scored = hosts.from_first(score)
                     rows = updates.micro_rows * algorithm.updates
                     host_batch = rl.build_batch(episodes, scored, tuple(config.train.buckets), rows=rows)
-                    batch = jax.device_put(host_batch)
+                    batch = rl.put_batch(host_batch, mesh)
 
                 # ---- Score: log-probs of the weights that the update starts from and of the reference; PPO: values.
                 with timer("score"):
@@ -122,12 +136,13 @@ def train(
                     jax.block_until_ready(state)
                 with timer("sync"):
                     engine.sync(state["actor"]["params"], version=step)
+                    gap["sync_probe"] = probe(state["actor"]["params"], step, engine)
 
                 # ---- Log. The seconds of a save stand in the line of the step behind it.
                 asked = [q for q in drawn for _ in range(algorithm.samples)]
                 line = {name: float(value) for name, value in (metrics | gap).items()}
                 line |= reward_metrics(scored, host_batch) | rollout_metrics(episodes, asked, protocol)
-                line |= engine_metrics(engine, rollout, timer.seconds) | timer.pop()
+                line |= engine_metrics(engine, timer.seconds) | timer.pop()
                 work.log(step, line)
                 console.step(step, line)
                 if step % config.train.episodes_every == 0:
@@ -135,7 +150,7 @@ def train(
 
                 # ---- Checkpoint, then evaluation: a start after a kill makes up for what is missing.
                 work.check()
-                if step % config.train.save_every == 0 or _due_evaluations(step, config) or sigterm.received:
+                if step % config.train.save_every == 0 or _due_evaluations(step, config):
                     with timer("save"):
                         work.save(step, state, memory)
                 evaluate_due(step)
@@ -170,6 +185,7 @@ def _finish(config, work, model, state, evals, retriever, reward, console, own: 
         "seconds": work.seconds(),
         "params_sha256": params_sha256(params),
     }
+    results = hosts.from_first(lambda: results)
     work.finish(results)
     _print_results(work, results, console)
     return results
@@ -245,16 +261,19 @@ def reward_metrics(scored: Sequence[tuple[dict[str, float], Any]], batch: rl.Bat
     return out | {"reward/total": float(totals.mean()), "rollout/groups_without_spread": float(np.mean(flat))}
 
 
-def engine_metrics(engine: Engine, rollout: RolloutConfig, seconds: dict[str, float]) -> dict[str, float]:
-    """What the engine counted, and its occupancy: tokens kept / (decode steps x slots).
+def engine_metrics(engine: Engine, seconds: dict[str, float]) -> dict[str, float]:
+    """What the engines of all hosts counted, and their occupancy: tokens kept / (decode steps x slots).
 
-    Splits the phase "rollout" of `seconds` into prefill, decode, wait and schedule (what the host did in between).
+    Splits the phase "rollout" of this host's `seconds` into prefill, decode, wait and schedule: what the host did in
+    between, and its wait for the other hosts.
     """
-    stats = engine.pop_stats()
-    phases = {phase: stats.pop(f"seconds/{phase}", 0.0) for phase in ("prefill", "decode", "wait")}
+    mine = engine.pop_stats()
+    phases = {phase: mine.pop(f"seconds/{phase}", 0.0) for phase in ("prefill", "decode", "wait")}
     seconds |= phases | {"schedule": seconds.pop("rollout") - sum(phases.values())}
-    steps = stats.get("decode_steps", 0)
-    return stats | {"rollout/occupancy": stats.get("tokens/sampled", 0) / max(steps * rollout.slots, 1)}
+    counts = hosts.gather([mine])
+    stats = {name: sum(host.get(name, 0) for host in counts) for host in counts for name in host}
+    stats["decode_steps"] = max(host.get("decode_steps", 0) for host in counts)  # side by side, not in turn
+    return stats | {"rollout/occupancy": stats.get("tokens/sampled", 0) / max(stats.pop("slot_steps", 0), 1)}
 
 
 def _evaluate(engine, questions, protocol, retriever, work: Workdir, name: str, console: Console) -> Subsets:
@@ -270,7 +289,7 @@ def _evaluate(engine, questions, protocol, retriever, work: Workdir, name: str, 
 def _profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Iterator[int]:
     """The steps; what happens in step `profile` is traced into workdir/profile (TensorBoard, xprof, Perfetto)."""
     for step in steps:
-        if step != profile:
+        if step != profile or not hosts.is_first():
             yield step
             continue
         options = jax.profiler.ProfileOptions()

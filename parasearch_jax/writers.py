@@ -225,10 +225,10 @@ class Console:
     """A line a step, and on a terminal a progress bar below them.
 
     Anywhere else (a pipe, a log file, a notebook) the lines are plain text without control characters. Use it as a
-    context manager; `steps` is the run's number of steps, 0 for no bar.
+    context manager; `steps` is the run's number of steps, 0 for no bar. `quiet`: prints nothing.
     """
 
-    def __init__(self, steps: int = 0, file=None):
+    def __init__(self, steps: int = 0, file=None, quiet: bool = False):
         file = file or sys.stdout
         self._steps = steps
         # Decided here, as rich also counts FORCE_COLOR and some environments as a terminal.
@@ -241,8 +241,9 @@ class Console:
             width=None if self.is_terminal else 120,
             markup=False,  # "[parallel]" in a question is no markup
             highlight=False,
+            quiet=quiet,
         )
-        self._progress = _progress(self._rich) if self.is_terminal and steps else None
+        self._progress = _progress(self._rich) if self.is_terminal and steps and not quiet else None
 
     def __enter__(self) -> Console:
         if self._progress:

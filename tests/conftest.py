@@ -1,4 +1,4 @@
-"""What holds for every test: JAX on two CPU devices, and the way to the golden files."""
+"""What holds for every test: JAX on four CPU devices, and the way to the golden files."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ import pytest
 
 # Both before the first use of a device: afterwards they are ignored or refused.
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 4)
 # Many tests train the same small model: what one compiles the next ones read, and their child processes too.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="parasearch-xla-")

@@ -66,7 +66,7 @@ PAPER = {
     "critic_optimizer.lr": (1e-5, "paper; script critic.optim.lr"),
     "critic_optimizer.warmup_steps": (15, "paper; 0.015 of 500 batches of 2 updates"),
     "train.steps": (500, "paper"),
-    "machine.devices": (8, "paper; script trainer.n_gpus_per_node"),
+    "mesh.fsdp": (8, "paper; script trainer.n_gpus_per_node"),
 }
 RELEASED = {
     "name": ("parallel_base_released", ""),
@@ -74,6 +74,7 @@ RELEASED = {
     "rollout.observation_tokens": (1000, "script data.max_obs_length"),
     "rollout.max_total_tokens": (5696, "script data.max_prompt_length"),
     "train.buckets": ((1024, 2048, 3072, 4096, 5696), "so that the longest episode fits"),
+    "learner.micro_rows": (32, "ours: memory, see --plan; changes no result"),
     "learner.entropy_coef": (0.001, "yaml actor.entropy_coeff"),
     "reward.variant": ("released", "qa_em_format.py"),
     "rollout.observation_variant": ("released", "generation.py"),
@@ -204,7 +205,7 @@ def test_what_is_to_be_run_instead_exists(name):
     for command in commands:
         path, arg = re.search(r"--config=([\w/.]+):?(\S*)", command).groups()
         assert (ROOT / path).exists()
-        assert load(Path(path).stem, arg).machine.devices == 1
+        assert load(Path(path).stem, arg).mesh.fsdp == 1
 
 
 def test_modules_are_the_ones_that_launch_loads():

@@ -37,7 +37,8 @@ def test_the_same_configuration_is_the_same_run_after_json():
 @pytest.mark.parametrize(
     "leaf, value",
     [("train.steps", 99), ("train.save_every", 7), ("train.episodes_every", 7), ("train.eval_every", 7),
-     ("train.keep", 7), ("train.best", "f1"), ("name", "other"), ("machine.devices", 8), ("setup.instead", "x")],
+     ("train.keep", 7), ("train.best", "f1"), ("name", "other"), ("mesh.fsdp", 8),
+     ("machine.host_gib", 8.0), ("setup.instead", "x")],
 )  # fmt: skip
 def test_leaves_that_change_nothing_may_differ(leaf, value):
     assert described(**{leaf: value}) != described()

@@ -19,6 +19,7 @@ from parasearch_jax.models.decoder import DecoderConfig, Params
 from parasearch_jax.models.encoder import load_encoder
 from parasearch_jax.models.paths import resolve, restore_params
 from parasearch_jax.models.weights import load_config, load_params
+from parasearch_jax.sharding import rules
 
 __all__ = ["Model", "load_encoder", "load_model", "load_tokenizer"]
 
@@ -69,18 +70,14 @@ def _logits(params: Params, cfg: DecoderConfig, ids: jax.Array) -> jax.Array:
     return decoder.logits(params, cfg, decoder.forward(params, cfg, ids, positions))
 
 
-def load_model(
-    path: str | os.PathLike, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32", shardings: Any = None
-) -> Model:
+def load_model(path: str | os.PathLike, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32") -> Model:
     """Loads what `path` names: a model directory in Hugging Face layout, a .gguf file, the work directory of a run (its
     `model/`, else the policy of its last complete checkpoint), or a model on the Hugging Face hub (see paths.py).
 
-    `dtype` is the compute dtype; parameters are fp32. `shardings` (a tree like the parameters, or one for all of them)
-    says where they go, and only what this process's devices hold is read; with a mesh alone they are replicated on it.
+    `dtype` is the compute dtype; parameters are fp32. With a mesh they are laid out on it by sharding/rules.py and only
+    what this process's devices hold is read; without one they go to the default device.
     Raises UserError naming the path, what is absent, and the fix.
     """
-    if shardings is None and mesh is not None:
-        shardings = jax.NamedSharding(mesh, jax.P())
     found = resolve(path)
     if found.is_gguf:
         from parasearch_jax.models import gguf  # the package behind it serves this format only
@@ -95,6 +92,7 @@ def load_model(
         read_tokenizer = functools.partial(load_tokenizer, found.base)
     if found.checkpoint is not None:
         read_params = functools.partial(restore_params, found.checkpoint)
+    shardings = None if mesh is None else rules.shardings(decoder.param_shapes(config), mesh)
     return Model(config, read_params(config, shardings), read_tokenizer=read_tokenizer)
 
 

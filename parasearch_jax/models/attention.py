@@ -6,6 +6,8 @@ query head n reads kv-head n // G: repeated, not tiled), H head dim.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -15,15 +17,36 @@ _MASKED = -1e30  # finite, so that a query which sees no cell gives a finite res
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kind: str = "auto") -> jax.Array:
     """Every position attends to itself and to what stands left of it; softmax in fp32.
 
-    Args: q [B,T,N,H], k and v [B,T,K,H]; kind "xla", "cudnn" or "auto": cuDNN's flash attention on GPUs in half
-    precision, which never holds the [T,T] scores, else XLA. Returns [B,T,N,H] in q's dtype.
+    Args: q [B,T,N,H], k and v [B,T,K,H]; kind "xla", "blocks", "cudnn" or "auto": cuDNN's flash attention on GPUs in
+    half precision, which never holds the [T,T] scores, else XLA. "blocks" is slow and holds about as little as cuDNN:
+    for plans, which compile for GPUs on a CPU. Returns [B,T,N,H] in q's dtype.
     Right-padded rows need no further mask: a valid query never sees the padding, which stands right of it.
     """
     if kind == "auto":
         kind = "cudnn" if jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) else "xla"
     if kind == "cudnn":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return _causal_xla(q, k, v)
+    return (_causal_blocks if kind == "blocks" else _causal_xla)(q, k, v)
+
+
+_FEW = 16  # queries of a block in `_causal_blocks`
+
+
+def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A scan over blocks of queries, each against all keys. Keeps q, k, v and the output, as cuDNN does, and the scores
+    of one block: fp32 [B,N,_FEW,T]."""
+    B, T, N, H = q.shape
+    padded = jnp.pad(q, ((0, 0), (0, -T % _FEW), (0, 0), (0, 0)))
+    blocks = jnp.moveaxis(padded.reshape(B, -1, _FEW, N, H), 1, 0)
+    positions = jnp.arange(padded.shape[1]).reshape(-1, _FEW)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(_, block):
+        q, positions = block
+        return None, _attend_many(q, k, v, jnp.arange(T) <= positions[None, :, None])
+
+    _, out = jax.lax.scan(step, None, (blocks, positions))
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, H)[:, :T]
 
 
 # --------------------------------------------------------------------------------------------------- XLA, by blocks

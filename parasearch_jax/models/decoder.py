@@ -27,6 +27,7 @@ from flax import nnx
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.attention import causal_attention
+from parasearch_jax.sharding import layout, rules
 
 Params = dict[str, Any]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B,T,N,H], k, v [B,T,K,H] -> [B,T,N,H]
@@ -331,18 +332,20 @@ def forward(params: Params, cfg: DecoderConfig, ids: jax.Array, positions: jax.A
     """Causal forward pass over trainer parameters, one scan over the layers.
 
     Args: ids, positions int32 [B,T], rows right-padded; `remat` one of REMAT.
-    Returns the hidden states after the final norm, [B,T,D] in cfg.dtype; `logits` makes logits of them.
+    Returns the hidden states after the final norm, [B,T,D] in cfg.dtype; `logits` makes logits of them. Under
+    `jax.set_mesh` rows stay on their devices and each layer's matrices come to them (sharding/rules.py).
     """
     graph = graph_of(Layer, cfg)
     attend = functools.partial(causal_attention, kind=cfg.attention)
 
     def run_layers(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         def step(x, layer):
-            return nnx.merge(graph, layer)(x, rope, attend), None
+            layer = rules.gather_tree(layout.cast(layer, cfg.dtype), "layers/", drop=1)  # cast first: half the bytes
+            return rules.rows(nnx.merge(graph, layer)(x, rope, attend)), None
 
         if remat != "none":  # prevent_cse guards against what cannot happen inside a scan, and costs fusion
             step = jax.checkpoint(step, prevent_cse=False, policy=REMAT[remat])
-        return jax.lax.scan(step, x, params["layers"])[0]
+        return jax.lax.scan(step, rules.rows(x), params["layers"])[0]
 
     return _decoder(params, cfg)(ids, positions, run_layers)
 
@@ -379,12 +382,14 @@ def logits(params: Params, cfg: DecoderConfig, hidden: jax.Array) -> jax.Array:
     return project(hidden, head(params, cfg), cfg.vocab_used)
 
 
-def project(hidden: jax.Array, head: jax.Array, vocab_used: int | None = None) -> jax.Array:
+def project(hidden: jax.Array, head: jax.Array, vocab_used: int | None = None, first: jax.Array | int = 0) -> jax.Array:
     """hidden [..., D], head [V,D] -> logits fp32 [..., V]; rows past `vocab_used` get -1e30, so a probability of 0.
+
+    `first`: the number of head's first row, where it is a part of the vocabulary.
 
     The one place where sampler and scorer make logits, so that both speak of the same distribution.
     """
     out = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    if vocab_used is None or vocab_used >= head.shape[0]:
+    if vocab_used is None or (isinstance(first, int) and first + head.shape[0] <= vocab_used):
         return out
-    return jnp.where(jnp.arange(head.shape[0]) < vocab_used, out, -1e30)
+    return jnp.where(first + jnp.arange(head.shape[0]) < vocab_used, out, -1e30)

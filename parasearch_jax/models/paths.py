@@ -81,11 +81,9 @@ def _has_weights(directory: Path) -> bool:
 
 def _last_checkpoint(workdir: Path, download: bool) -> ModelPath:
     """The last complete checkpoint of a run, with the configuration and the tokenizer of the model it started from."""
-    from parasearch_jax.checkpoint import Checkpoints  # Orbax, which no other path needs
+    from parasearch_jax.checkpoint import latest_step  # Orbax, which no other path needs
 
-    checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
-    step = checkpoints.latest()
-    checkpoints.close()
+    step = latest_step(workdir / "checkpoints")
     if step is None:
         raise UserError(f"model.path: {workdir} holds no complete checkpoint yet. Wait for the run's first, or "
                         "give the model that it starts from.")  # fmt: skip

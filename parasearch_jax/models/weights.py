@@ -22,6 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from parasearch_jax import hosts
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.decoder import DecoderConfig, Params, param_shapes
 
@@ -313,31 +314,40 @@ def save_model(
 
     `params`: trainer layout. `tokenizer`: a transformers tokenizer, or None to write none. Weights above `file_bytes`
     go to several files with an index; the host holds one file at a time. What an earlier export left is replaced;
-    config.json comes last, so a directory that has one is complete.
+    config.json comes last, so a directory that has one is complete. With several hosts all call it; the first writes.
     """
     numpy_dtype = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}.get(dtype)
     if numpy_dtype is None:
         raise UserError(f"save_model: dtype is {dtype!r}; use 'float32' or 'bfloat16'.")
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in (*directory.glob("config.json"), *directory.glob("model*.safetensors*")):
-        old.unlink()
-    _save_weights(directory, cfg, params, np.dtype(numpy_dtype), file_bytes)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    config = {**cfg.to_hf(), "dtype": dtype, "torch_dtype": dtype}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    directory, writes = Path(directory), hosts.is_first()
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+        for old in (*directory.glob("config.json"), *directory.glob("model*.safetensors*")):
+            old.unlink()
+    _save_weights(directory, cfg, params, np.dtype(numpy_dtype), file_bytes, writes)
+    if writes:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        config = {**cfg.to_hf(), "dtype": dtype, "torch_dtype": dtype}
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _save_weights(directory: Path, cfg: DecoderConfig, params: Params, dtype: np.dtype, file_bytes: int) -> None:
+def _save_weights(
+    directory: Path, cfg: DecoderConfig, params: Params, dtype: np.dtype, file_bytes: int, writes: bool
+) -> None:
     files = _split(_decoder_parameters(cfg), dtype.itemsize, file_bytes)
     count = len(files)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS]
     for file, part in zip(names, files, strict=True):
-        tensors = {name: _stored(params, parameter, layer, dtype) for name, parameter, layer in part}
-        # transformers refuses a file that does not say which framework's layout it holds.
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-    if count > 1:
+        tensors = {}
+        for name, parameter, layer in part:
+            tensor = _stored(params, parameter, layer, dtype)  # on all hosts, as each has a part of it
+            if writes:
+                tensors[name] = tensor
+        if writes:
+            # transformers refuses a file that does not say which framework's layout it holds.
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+    if writes and count > 1:
         weight_map = {name: file for file, part in zip(names, files, strict=True) for name, *_ in part}
         total = sum(math.prod(parameter.stored_shape) for part in files for _, parameter, _ in part) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -363,7 +373,7 @@ def _split(
 def _stored(params: Params, parameter: Parameter, layer: int | None, dtype: np.dtype) -> np.ndarray:
     """One tensor as it is stored, fetched from its devices."""
     array = _leaf(params, parameter.path)
-    array = jax.device_get(array if layer is None else array[layer])
+    array = hosts.fetch(array if layer is None else array[layer])
     if parameter.kind is not None:
         array = array.reshape(parameter.stored_shape[::-1]).T
     return np.ascontiguousarray(array, dtype)

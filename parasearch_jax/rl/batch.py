@@ -14,6 +14,7 @@ import numpy as np
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.rollout.types import Episode
+from parasearch_jax.sharding import rules
 
 Reward = tuple[dict[str, float], Sequence[tuple[int, float]] | None]  # (parts, steps), as design section 3 has them
 
@@ -74,6 +75,13 @@ def build_batch(
         batch.group[b] = groups.setdefault(_question_id(name, episode), len(groups))
     batch.group[len(episodes) :] = len(groups)  # fits: there is such a row only if B > episodes >= groups
     return batch
+
+
+def put_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch:
+    """The batch on the devices of a mesh, its rows over 'fsdp'. With several hosts each passes the same whole batch,
+    and holds its own rows."""
+    sharding = jax.NamedSharding(mesh, rules.ROWS)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), batch)
 
 
 def response_mask(batch: Batch) -> jax.Array:

@@ -9,20 +9,22 @@ Axes: B batch (rows), T tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from parasearch_jax.errors import UserError
-from parasearch_jax.models.decoder import DecoderConfig
+from parasearch_jax.models.decoder import DecoderConfig, param_shapes
 from parasearch_jax.rl.advantages import gae, grpo, whiten
 from parasearch_jax.rl.batch import Batch, response_mask
 from parasearch_jax.rl.critic import init_critic, make_critic_update, make_values
 from parasearch_jax.rl.losses import kl, masked_mean, masked_sum, sampler_gap
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
 from parasearch_jax.rl.update import Metrics, UpdateConfig, init_state, make_score, make_update
+from parasearch_jax.sharding import layout, rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +62,10 @@ class AlgorithmConfig:
 class Learner(NamedTuple):
     """The functions of an algorithm; all arrays stay on the devices."""
 
-    init: Callable  # (params) -> state
-    score: Callable  # (state, batch, reference params or None) -> (scores, metrics)
+    shapes: Any  # the state as ShapeDtypeStructs, with a mesh also how it lies there
+    init: Callable  # (params) -> state, with copies of them
+    reference: Callable  # (params) -> a copy as the reference computes with it, in the compute dtype
+    score: Callable  # (state, batch, reference or None) -> (scores, metrics)
     update: Callable  # (state, batch, scores) -> (state, metrics); donates the state
 
 
@@ -71,13 +75,20 @@ def make_learner(
     ucfg: UpdateConfig,
     optimizer: OptimConfig,
     critic_optimizer: OptimConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Learner:
     """The learner of `algorithm`; PPO needs `critic_optimizer`.
 
+    With a mesh the state is laid out by sharding/rules.py, and batches come from `rl.put_batch`.
     A batch must have a multiple of `algorithm.updates * ucfg.micro_rows` rows. Metrics are those of `make_update`, with
     several updates their mean (ratio_max: the largest; skipped: the last); the sampler's gap; PPO's critic under
     "critic/".
     """
+    if mesh is not None and ucfg.micro_rows % mesh.shape["fsdp"]:
+        raise UserError(
+            f"learner.micro_rows is {ucfg.micro_rows}, mesh.fsdp is {mesh.shape['fsdp']}: give micro-batches of a "
+            "multiple of mesh.fsdp rows"
+        )
     actor_tx, ppo = make_optimizer(optimizer), algorithm.name == "ppo"
     logprobs, update_actor = make_score(cfg, ucfg), make_update(cfg, ucfg, actor_tx)
     if ppo:
@@ -88,9 +99,27 @@ def make_learner(
     targets = jax.jit(_gae_targets if ppo else _grpo_targets, static_argnums=0)
     share = jax.jit(_share, static_argnums=1)
 
-    def init(params):
+    def start(params):
         state = {"actor": init_state(params, actor_tx)}
         return state | {"critic": init_state(init_critic(params), critic_tx)} if ppo else state
+
+    shapes = jax.eval_shape(start, param_shapes(cfg))
+    if mesh is not None:
+        shapes = rules.placed(shapes, mesh)
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    start = jax.jit(start, out_shardings=places)
+    copy = jax.jit(
+        lambda params: jax.tree.map(jnp.copy, layout.cast(params, cfg.dtype)), out_shardings=places["actor"]["params"]
+    )
+
+    def here(params):
+        return params if mesh is None else layout.place(params, places["actor"]["params"])
+
+    def init(params):
+        return start(here(params))
+
+    def reference(params):
+        return copy(here(params))
 
     def score(state, batch: Batch, reference=None):
         old, _ = logprobs(state["actor"]["params"], batch)
@@ -113,7 +142,20 @@ def make_learner(
         state = {"actor": actor} | ({"critic": critic} if ppo else {})
         return state, metrics | _combined(seen)
 
-    return Learner(init, score, update)
+    return Learner(shapes, *(_under(mesh, function) for function in (init, reference, score, update)))
+
+
+def _under(mesh: jax.sharding.Mesh | None, function: Callable) -> Callable:
+    """`function` under `jax.set_mesh(mesh)`, which sharding/rules.py reads inside of jitted code."""
+    if mesh is None:
+        return function
+
+    @functools.wraps(function)
+    def run(*args):
+        with jax.set_mesh(mesh):
+            return function(*args)
+
+    return run
 
 
 def _grpo_targets(algorithm: AlgorithmConfig, batch: Batch, steps, scores) -> tuple[dict, Metrics]:

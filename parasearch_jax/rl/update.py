@@ -18,6 +18,7 @@ from parasearch_jax.models.decoder import DecoderConfig
 from parasearch_jax.rl.batch import Batch
 from parasearch_jax.rl.logprobs import sequence_logprobs
 from parasearch_jax.rl.losses import kl, masked_sum, policy_loss, token_count
+from parasearch_jax.sharding import rules
 
 State = dict  # {"params": tree, "opt": optax state, "step": int32 updates done, "skipped": int32 updates refused}
 Metrics = dict[str, jax.Array]
@@ -142,9 +143,10 @@ def accumulate(micro_loss: Callable, params, data, rows: int):
 
     def step(total, micro):
         grads, out = jax.grad(micro_loss, has_aux=True)(params, micro)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), out
+        total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
+        return rules.constrain_tree(total), out
 
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    zeros = rules.constrain_tree(jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params))
     grads, out = jax.lax.scan(step, zeros, split(data, rows))
     return grads, join(out)
 
@@ -155,15 +157,17 @@ def apply_gradients(tx: optax.GradientTransformation, state: State, grads, loss)
     Metrics: grad_norm (before clipping), update_norm, param_norm, skipped.
     """
     grad_norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     kept = {"params": state["params"], "opt": state["opt"]}
     updates, opt = tx.update(grads, state["opt"], state["params"])
+    # All that is measured comes before `ok`, on which the writing waits: else XLA keeps copies of the parameters.
+    update_norm = optax.tree.norm(updates)
+    ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
     new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
-    state = jax.tree.map(lambda n, k: jnp.where(ok, n, k), new, kept) | {
+    state = rules.constrain_tree(jax.tree.map(lambda n, k: jnp.where(ok, n, k), new, kept)) | {
         "step": state["step"] + ok.astype(jnp.int32),
         "skipped": state["skipped"] + (~ok).astype(jnp.int32),
     }
-    update_norm = jnp.where(ok, optax.tree.norm(updates), 0.0)
+    update_norm = jnp.where(ok, update_norm, 0.0)
     norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": optax.tree.norm(state["params"])}
     return state, norms | {"skipped": state["skipped"]}
 

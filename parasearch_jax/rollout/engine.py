@@ -3,9 +3,12 @@
 The engine owns one event loop in a thread of its own, so `rollout` and `generate` work from a script and from inside a
 running loop (Jupyter) alike. The device runs in a second thread; the loop never waits for it.
 
-    free slot <- question            extend (prompt)
+    free slot <- sample of a group   extend (prompt)
     decode_chunk for all slots       a turn ends -> parse -> search | notice | end
     search -> documents              extend (documents), the slot decodes again; the others never waited
+
+Slots lie in shards, one for each 'fsdp' row of the mesh. A group (the samples of a question) stays in one shard; the
+shard with most free slots takes the next group from the one queue, so that shards balance by themselves.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from collections import deque
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import Protocol, get_protocol
 from parasearch_jax.retrieval import Document, Retriever
-from parasearch_jax.rollout import sampler, stops
+from parasearch_jax.rollout import stops
 from parasearch_jax.rollout.observation import build_observation
+from parasearch_jax.rollout.shards import Row, Shards
 from parasearch_jax.rollout.types import Answer, Episode, Invalid, Search, Segment
-from parasearch_jax.sharding.layout import to_sampler
+from parasearch_jax.sharding.mesh import make_mesh
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 class RolloutConfig:
     """Limits of an episode and of the engine. All lengths are in tokens."""
 
-    slots: int = 64  # episodes under way at once
+    slots: int = 64  # episodes under way at once, on all devices of the run together
     chunk: int = 16  # decode steps on device between two looks of the host
     max_turns: int = 4  # searches and invalid actions; then one forced final generation
     max_turn_tokens: int = 500
@@ -68,11 +71,23 @@ class Engine:
     """Generates episodes with the weights last given to `sync`.
 
     `stats` counts since the last `pop_stats`: seconds of prefill, decode and wait, tokens prefilled and sampled, decode
-    steps, sub-queries sent and failed, observation blocks cut.
+    steps (of the shard that made most) and slot steps (steps x slots, summed over the shards: what the tokens sampled
+    could have been), sub-queries sent and failed, observation blocks cut.
     """
 
-    def __init__(self, model, config: RolloutConfig | None = None, seed: int = 0, **changes):
-        """`model` as `models.load_model` returns it; `changes` are fields of RolloutConfig (Engine(model, slots=8))."""
+    def __init__(
+        self,
+        model,
+        config: RolloutConfig | None = None,
+        seed: int = 0,
+        mesh: jax.sharding.Mesh | None = None,
+        **changes,
+    ):
+        """`model` as `models.load_model` returns it; `changes` are fields of RolloutConfig (Engine(model, slots=8)).
+
+        `mesh`: that of the whole run, of which the engine takes this process's devices, and their share of the slots;
+        None: one device. Raises UserError if it does not divide the slots or the model.
+        """
         self.config = dataclasses.replace(config or RolloutConfig(), **changes)
         self.model_config, self.tokenizer = model.config, model.tokenizer
         self._vocabulary = stops.token_bytes(self.tokenizer)
@@ -81,22 +96,34 @@ class Engine:
                 f"The tokenizer has {len(self._vocabulary)} tokens, the model only {model.config.vocab_size}. "
                 "Take the tokenizer that belongs to the model."
             )
+        if mesh is None:
+            mesh = make_mesh(devices=jax.local_devices()[:1])
+        self.shards = Shards(model.config, mesh, self.config.slots, self.config.max_total_tokens)
         self._tables: dict[Protocol | None, jax.Array] = {}
-        self._key = jax.random.key(seed)
-        self._state = None
         self.stats: dict[str, float] = {}
-        self._layout = jax.jit(to_sampler, static_argnames="dtype")
-        self.sync(model.params, version=0)
         self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
         self._busy = asyncio.Lock()  # one job at a time; held in the loop, so that an interrupted caller can't drop it
+        # Made in the device thread: here a `jax.set_mesh` of the caller might lay it on the devices of all hosts.
+        self._key = self._device.submit(jax.random.key, seed).result()
+        self.sync(model.params, version=0)
 
     def sync(self, params, version: int) -> None:
-        """Takes new weights in the trainer's layout; episodes carry `version` from now on."""
-        dtype = self.model_config.dtype
-        self._params, self.version = self._layout(params, dtype=dtype), version
+        """Takes new weights in the trainer's layout once no rollout is under way; episodes carry `version` from now on.
+
+        Nothing of `params` is kept, so the trainer may donate them. With several hosts all of them call it together.
+        """
+        self._wait_for(self._sync(params, version))
+
+    async def _sync(self, params, version: int) -> None:
+        def take():
+            self.shards.sync(params)
+            self.version = version
+
+        async with self._busy:
+            await self._loop.run_in_executor(self._device, take)
 
     def rollout(
         self,
@@ -115,23 +142,22 @@ class Engine:
         protocol = get_protocol(protocol)
         if retriever is None:
             raise ValueError(f"rollout: protocol {protocol.name!r} searches; give a retriever")
-        prompts = [self._prompt(protocol.render_prompt(q.text)) for q in questions]
-        runs = [
-            _Run(Episode(question_id=q.id, sample=i, version=self.version), prompt, _run_number(q.id, i))
-            for q, prompt in zip(questions, prompts, strict=True)
-            for i in range(samples)
-        ]
-        return self._submit(runs, protocol, retriever, temperature, step, self.config.max_turn_tokens)
+        groups = []
+        for question in questions:
+            prompt, name = self._prompt(protocol.render_prompt(question.text)), question.id
+            episodes = [Episode(question_id=name, sample=i, version=self.version) for i in range(samples)]
+            groups.append([_Run(episode, prompt, _run_number(name, i)) for i, episode in enumerate(episodes)])
+        return self._submit(groups, protocol, retriever, temperature, step, self.config.max_turn_tokens)
 
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 128, temperature: float = 1.0, step: int = 0
     ) -> list[Episode]:
         """One plain continuation of each prompt, up to an end token; no tags, no search, no chat template."""
-        runs = [
-            _Run(Episode(question_id=str(i), version=self.version), (text, self._encode(text)), i)
+        groups = [
+            [_Run(Episode(question_id=str(i), version=self.version), (text, self._encode(text)), i)]
             for i, text in enumerate(prompts)
         ]
-        return self._submit(runs, None, None, temperature, step, max_new_tokens)
+        return self._submit(groups, None, None, temperature, step, max_new_tokens)
 
     def pop_stats(self) -> dict[str, float]:
         stats, self.stats = self.stats, {}
@@ -148,7 +174,8 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
-    def _submit(self, runs, protocol, retriever, temperature, step, turn_tokens) -> list[Episode]:
+    def _submit(self, groups, protocol, retriever, temperature, step, turn_tokens) -> list[Episode]:
+        runs = [run for group in groups for run in group]
         for run in runs:
             if not run.prompt[1]:
                 raise UserError(f"The prompt of question {run.episode.question_id!r} is empty: give it some text.")
@@ -158,19 +185,23 @@ class Engine:
                     f"rollout.max_total_tokens is {self.config.max_total_tokens}: raise it or shorten the prompt."
                 )
         job = _Job(self, protocol, retriever, temperature, step, turn_tokens)
-        future = asyncio.run_coroutine_threadsafe(job.run(runs), self._loop)
+        self._wait_for(job.run(groups))
+        return [run.episode for run in runs]
+
+    def _wait_for(self, coroutine) -> None:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             future.result()
         except BaseException:  # Ctrl-C too
             future.cancel()
             raise
-        return [run.episode for run in runs]
 
     def _table(self, protocol: Protocol | None) -> jax.Array:
         if protocol not in self._tables:
             table = stops.build_stops(protocol, self._vocabulary, self.model_config.eos_token_ids)
             unused = self.model_config.vocab_size - table.shape[1]  # rows past the tokenizer: end the turn
-            self._tables[protocol] = jnp.asarray(np.pad(table, ((0, 0), (0, unused)), constant_values=len(table) - 1))
+            table = np.pad(table, ((0, 0), (0, unused)), constant_values=len(table) - 1)
+            self._tables[protocol] = self.shards.put(table)
         return self._tables[protocol]
 
     def _prompt(self, text: str) -> tuple[str, list[int]]:
@@ -197,41 +228,55 @@ class _Job:
     def __init__(self, engine: Engine, protocol, retriever, temperature, step, turn_tokens):
         self.engine, self.protocol, self.retriever = engine, protocol, retriever
         self.config, self.turn_tokens = engine.config, turn_tokens
-        self.temperature = jax.device_put(np.float32(temperature))
+        self.step, self.temperature = step, engine.shards.put(np.float32(temperature))
         self.table = engine._table(protocol)
-        self.step_key = jax.random.fold_in(engine._key, jax.device_put(np.uint32(step)))
-        self.free = list(range(self.config.slots))[::-1]
+        shards, n = engine.shards.count, engine.shards.slots
+        self.free = [list(range(i * n, (i + 1) * n))[::-1] for i in range(shards)]  # by shard
+        self.groups: list[deque[_Run]] = [deque() for _ in range(shards)]  # what is left of the group it has taken
         self.slots: dict[int, _Run] = {}
         self.active: set[int] = set()  # slots that decode
         self.waiting: dict[asyncio.Task, int] = {}  # searches under way, by slot
 
-    async def run(self, runs: Sequence[_Run]) -> None:
+    async def run(self, groups: Sequence[Sequence[_Run]]) -> None:
         async with self.engine._busy:
             try:
-                await self._run(runs)
-            except BaseException:  # what is on the device belongs to episodes that nobody will finish
-                self.engine._state = None
+                await self._run(deque(map(deque, groups)))
+            except BaseException:
+                self.engine.shards.drop()
                 raise
             finally:
                 for task in self.waiting:
                     task.cancel()
 
-    async def _run(self, runs: Sequence[_Run]) -> None:
-        engine, queue = self.engine, deque(runs)
-        if engine._state is None:
-            engine._state = sampler.init_state(engine.model_config, self.config.slots, self.config.max_total_tokens)
+    async def _run(self, queue: deque[deque[_Run]]) -> None:
+        await self._on_device("prefill", self._open)
         feeds: list[tuple[int, Segment]] = []  # segments to append to slots, each of which then starts a turn
-        while queue or self.slots:
-            while queue and self.free:
-                slot = self.free.pop()
-                self.slots[slot] = queue.popleft()
-                text, ids = self.slots[slot].prompt
-                feeds.append((slot, Segment("prompt", text, tuple(ids))))
+        while queue or any(self.groups) or self.slots:
+            feeds += self._admit(queue)
             feeds += await self._documents(idle=not feeds and not self.active)
             if feeds:
                 await self._on_device("prefill", self._extend, feeds)
             ended = await self._on_device("decode", self._decode) if self.active else []
             feeds = [(slot, notice) for slot in ended if (notice := self._end_turn(slot)) is not None]
+
+    def _admit(self, queue: deque[deque[_Run]]) -> list[tuple[int, Segment]]:
+        """Fills free slots: first with the rest of the group that their shard has begun, then the shard with most free
+        slots takes the next group. Returns the prompts to feed."""
+        shards = range(len(self.free))
+        feeds = [feed for shard in shards for feed in self._fill(shard)]
+        while queue and self.free[shard := max(shards, key=lambda i: len(self.free[i]))]:
+            self.groups[shard] = queue.popleft()
+            feeds += self._fill(shard)
+        return feeds
+
+    def _fill(self, shard: int) -> list[tuple[int, Segment]]:
+        free, group, feeds = self.free[shard], self.groups[shard], []
+        while free and group:
+            slot = free.pop()
+            self.slots[slot] = group.popleft()
+            text, ids = self.slots[slot].prompt
+            feeds.append((slot, Segment("prompt", text, tuple(ids))))
+        return feeds
 
     def _end_turn(self, slot: int) -> Segment | None:
         """Acts on a finished turn: starts its search, ends the episode, or returns the notice that the policy gets."""
@@ -293,7 +338,7 @@ class _Job:
 
     def _finish(self, slot: int, reason: str) -> None:
         self.slots.pop(slot).episode.stop_reason = reason
-        self.free.append(slot)
+        self.free[slot // self.engine.shards.slots].append(slot)
 
     async def _on_device(self, phase: str, function, *args):
         start = time.perf_counter()
@@ -330,82 +375,43 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------------- device thread
 
+    def _open(self) -> None:
+        shards, step = self.engine.shards, jax.device_put(np.uint32(self.step))
+        shards.open()
+        self.step_key = shards.put(jax.random.fold_in(self.engine._key, step))
+
     def _extend(self, feeds: list[tuple[int, Segment]]) -> None:
-        """Appends each segment to its slot. Few sizes of call, so that few programs are compiled."""
-        engine, config = self.engine, self.config
+        """Appends each segment to its slot, which starts a turn."""
         rows = []
         for slot, segment in feeds:
             run, ids = self.slots[slot], list(segment.ids)
             if run.pending is not None:
                 ids = [run.pending, *ids]
             run.episode.segments.append(segment)
-            left = min(self.turn_tokens, config.max_total_tokens - run.fed - len(ids))
-            rows.append((slot, ids[:-1], run.fed, ids[-1], left, run.key))
+            left = min(self.turn_tokens, self.config.max_total_tokens - run.fed - len(ids))
+            rows.append(Row(slot, ids[:-1], run.fed, ids[-1], left, run.key))
             run.fed, run.pending = run.fed + len(ids) - 1, ids[-1]
-            engine._count("tokens/prefilled", len(segment.ids))
-        count = _bucket(len(rows), 8, config.slots)
-        tokens = _bucket(max(len(r[1]) for r in rows), 16, config.max_total_tokens)
-        pad = (config.slots, [], 0, 0, 0, 0)
-        slots, ids, starts, pending, left, keys = zip(*rows, *[pad] * (count - len(rows)), strict=True)
-        feed = {
-            "rows": np.asarray(slots, np.int32),
-            "ids": np.asarray([row + [0] * (tokens - len(row)) for row in ids], np.int32),
-            "count": np.asarray([len(row) for row in ids], np.int32),
-            "start": np.asarray(starts, np.int32),
-            "pending": np.asarray(pending, np.int32),
-            "left": np.asarray(left, np.int32),
-        }
-        first = not any(run[2] for run in rows)  # nothing but prompts: no cell of the cache has to be read
-        window = 0 if first else self._window(max(run[2] + len(run[1]) for run in rows))
-        keys = _fold_all(self.step_key, jax.device_put(np.asarray(keys, np.uint32)))
-        feed = {**jax.device_put(feed), "key": keys}
-        engine._state = sampler.extend(engine._params, engine._state, feed, cfg=engine.model_config, window=window)
-        jax.block_until_ready(engine._state.length)
+            self.engine._count("tokens/prefilled", len(segment.ids))
+        self.engine.shards.extend(rows, self.step_key)
         self.active.update(slot for slot, _ in feeds)
 
     def _decode(self) -> list[int]:
         """One chunk; the slots whose turn has ended, in order."""
-        engine, steps = self.engine, self.config.chunk
-        before = {slot: self.slots[slot].fed for slot in self.active}
-        engine._state, out = sampler.decode_chunk(
-            engine._params,
-            engine._state,
-            self.table,
-            self.temperature,
-            cfg=engine.model_config,
-            steps=steps,
-            window=self._window(max(before.values()) + steps),
-        )
-        length, active, out = jax.device_get((engine._state.length, engine._state.active, out))
+        engine, before = self.engine, {slot: self.slots[slot].fed for slot in self.active}
+        out = engine.shards.decode(self.table, self.temperature, self.config.chunk, max(before.values()))
         for slot, fed in before.items():
-            run, n = self.slots[slot], int(length[slot]) - fed
+            run, n = self.slots[slot], int(out["length"][slot]) - fed
             run.fed += n
             run.ids += out["tokens"][:n, slot].tolist()
             run.logprobs += out["logprobs"][:n, slot].tolist()
             run.pending = run.ids[-1]
-        engine._count("tokens/sampled", sum(int(length[slot]) - fed for slot, fed in before.items()))
-        engine._count("decode_steps", int(out["steps"]))
-        self.active = {slot for slot in self.active if active[slot]}
+            engine._count("tokens/sampled", n)
+        engine._count("decode_steps", int(out["steps"].max()))
+        engine._count("slot_steps", int(out["steps"].sum()) * engine.shards.slots)
+        self.active = {slot for slot in self.active if out["active"][slot]}
         return sorted(set(before) - self.active)
-
-    def _window(self, tokens: int) -> int:
-        return _bucket(tokens, 64, self.config.max_total_tokens)
-
-
-def _bucket(n: int, smallest: int, largest: int) -> int:
-    """The smallest of smallest * 2^i, capped at `largest`, that holds n."""
-    size = smallest
-    while size < n:
-        size *= 2
-    return min(size, largest)
 
 
 def _run_number(question_id: str, sample: int) -> int:
     """A number for (question, sample) that is the same in every process and batch."""
     return zlib.crc32(f"{question_id}\n{sample}".encode())
-
-
-@jax.jit
-def _fold_all(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    """One key per number [R]."""
-    return jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)

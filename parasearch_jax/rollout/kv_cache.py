@@ -4,7 +4,8 @@ Axes: L layers, S slots, C cells of a slot, K kv-heads, H head dim, R rows of a 
 
 Left-aligned per slot: the key of token t lies in cell t. There are no holes, so roll-back is a shorter length,
 documents are appended like prompts, and what lies right of the length is garbage that nothing reads. One array per
-layer: a stacked cache would be copied at every step of a loop.
+layer: a stacked cache would be copied at every step of a loop. On a mesh slots lie over 'fsdp' and heads over 'tp'
+(rules.CACHE); the functions here see the slots of one shard.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 
 from parasearch_jax.models.attention import cached_attention, causal_attention
 from parasearch_jax.models.decoder import DecoderConfig
+from parasearch_jax.sharding import rules
 
 Cache = dict[str, tuple[jax.Array, ...]]  # {"k", "v"}: L arrays [S,C,K,H]
+_SHARD = rules.gathered(rules.CACHE)
 
 
 def init_cache(cfg: DecoderConfig, slots: int, cells: int) -> Cache:
@@ -48,7 +51,8 @@ class Attend:
         read = {}
         for name, new in (("k", k), ("v", v)):
             layers = list(self.cache[name])
-            layers[layer] = write(layers[layer], rows, self.positions, new)
+            # Said once more: what comes out must lie as it went in, or the next call would move the whole cache.
+            layers[layer] = rules.constrain(write(layers[layer], rows, self.positions, new), _SHARD)
             self.cache[name] = tuple(layers)
             if not self.window:
                 continue

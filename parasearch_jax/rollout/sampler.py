@@ -1,6 +1,10 @@
 """The two jitted functions of the sampler: `extend` feeds given tokens, `decode_chunk` samples new ones.
 
-Axes: S slots, R rows of a call, T tokens of a row, N steps of a chunk, V vocab.
+Axes: S slots, R rows of a call, T tokens of a row, N steps of a chunk, V vocab, M shards.
+
+Slots are split over the mesh axis 'fsdp' into M shards, and `jax.shard_map` runs the code below in each of them: it
+sees the slots of its shard only, its rows name them from 0 on, and its loop ends with its own last active slot. Every
+shard has all weights; 'tp', which splits them inside of it, is left to the compiler. One device is one shard.
 
 A slot's last token is always pending: known, but not yet in the cache. `decode_chunk` feeds it to learn what comes
 next, `extend` feeds it in front of what it appends. So no logits have to be kept between calls, and a closing tag costs
@@ -14,10 +18,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from parasearch_jax.models import decoder
 from parasearch_jax.models.decoder import DecoderConfig, Params
 from parasearch_jax.rollout import kv_cache, stops
+from parasearch_jax.sharding import rules
 
 BLOCK = 64  # tokens of a block in the two-level search; near the square root of a small vocabulary
 
@@ -40,46 +47,82 @@ class SamplerState:
     key: jax.Array  # key [S]; of the episode, folded with the position for each token
 
 
-def init_state(cfg: DecoderConfig, slots: int, cells: int) -> SamplerState:
-    zeros = lambda: jnp.zeros(slots, jnp.int32)  # noqa: E731  (donated, so one array each)
-    return SamplerState(
-        cache=kv_cache.init_cache(cfg, slots, cells),
-        length=zeros(),
-        token=zeros(),
-        state=zeros(),
-        left=zeros(),
-        active=jnp.zeros(slots, bool),
-        key=jax.random.split(jax.random.key(0), slots),
+def init_state(cfg: DecoderConfig, slots: int, cells: int, mesh: Mesh) -> SamplerState:
+    """Empty slots, laid out over the mesh; `slots` of all shards together."""
+    return _init(cfg, slots, cells, mesh)()
+
+
+@functools.cache
+def _init(cfg: DecoderConfig, slots: int, cells: int, mesh: Mesh):
+    def init():
+        return SamplerState(
+            cache=kv_cache.init_cache(cfg, slots, cells),
+            length=jnp.zeros(slots, jnp.int32),
+            token=jnp.zeros(slots, jnp.int32),
+            state=jnp.zeros(slots, jnp.int32),
+            left=jnp.zeros(slots, jnp.int32),
+            active=jnp.zeros(slots, bool),
+            key=jax.random.split(jax.random.key(0), slots),
+        )
+
+    return jax.jit(init, out_shardings=state_shardings(cfg, mesh))
+
+
+def state_shardings(cfg: DecoderConfig, mesh: Mesh) -> SamplerState:
+    """A NamedSharding for every array of the state."""
+    layer = (NamedSharding(mesh, rules.CACHE),) * cfg.num_layers
+    rows = NamedSharding(mesh, rules.ROWS)
+    return SamplerState({"k": layer, "v": layer}, *[rows] * 6)
+
+
+def each_shard(mesh: Mesh, out_specs):
+    """Decorator of f(whole, split): runs it in every shard, where `split` holds the shard's share of the first axis."""
+    return functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), rules.ROWS),
+        out_specs=out_specs,
+        axis_names={"fsdp"},
+        check_vma=False,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "window"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("cfg", "window", "mesh"), donate_argnames="state")
 @jax.named_scope("rollout")
-def extend(params: Params, state: SamplerState, feed: dict, *, cfg: DecoderConfig, window: int) -> SamplerState:
+def extend(
+    params: Params, state: SamplerState, feed: dict, *, cfg: DecoderConfig, window: int, mesh: Mesh
+) -> SamplerState:
     """Appends tokens to slots and starts a turn in each.
 
-    feed: {"rows" int32 [R] (S: a padding row), "ids" int32 [R,T], "count" int32 [R] (valid ids), "start" int32 [R]
-    (cells already filled), "pending" int32 [R] (the token after the ids), "left" int32 [R], "key" key [R]}. Prompts
-    (start 0) and documents alike. The window must hold start + count; 0 if every row starts at 0 (first prefill).
+    feed: {"rows" int32 [R] (a slot of the row's shard; the shard's number of slots: a padding row), "ids" int32 [R,T],
+    "count" int32 [R] (valid ids), "start" int32 [R] (cells already filled), "pending" int32 [R] (the token after the
+    ids), "left" int32 [R], "key" key [R]}, R / M rows for each shard in turn. Prompts (start 0) and documents alike.
+    The window must hold start + count; 0 if every row starts at 0 (first prefill).
     """
-    rows, T = feed["rows"], feed["ids"].shape[1]
-    offsets = jnp.arange(T, dtype=jnp.int32)
-    positions = jnp.where(offsets < feed["count"][:, None], feed["start"][:, None] + offsets, -1)
-    attend = kv_cache.Attend(state.cache, rows, positions, window, cfg.attention)
-    decoder.forward_layers(params, cfg, feed["ids"], jnp.maximum(positions, 0), attend)
-    put = lambda old, new: old.at[rows].set(new, mode="drop")  # noqa: E731
-    return SamplerState(
-        cache=attend.cache,
-        length=put(state.length, feed["start"] + feed["count"]),
-        token=put(state.token, feed["pending"]),
-        state=put(state.state, stops.START),
-        left=put(state.left, feed["left"]),
-        active=put(state.active, True),
-        key=put(state.key, feed["key"]),
-    )
+
+    @each_shard(mesh, out_specs=rules.ROWS)
+    def run(params, split):
+        state, feed = split
+        rows, T = feed["rows"], feed["ids"].shape[1]
+        offsets = jnp.arange(T, dtype=jnp.int32)
+        positions = jnp.where(offsets < feed["count"][:, None], feed["start"][:, None] + offsets, -1)
+        attend = kv_cache.Attend(state.cache, rows, positions, window, cfg.attention)
+        decoder.forward_layers(params, cfg, feed["ids"], jnp.maximum(positions, 0), attend)
+        put = lambda old, new: old.at[rows].set(new, mode="drop")  # noqa: E731
+        return SamplerState(
+            cache=attend.cache,
+            length=put(state.length, feed["start"] + feed["count"]),
+            token=put(state.token, feed["pending"]),
+            state=put(state.state, stops.START),
+            left=put(state.left, feed["left"]),
+            active=put(state.active, True),
+            key=put(state.key, feed["key"]),
+        )
+
+    return run(params, (state, feed))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "steps", "window"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("cfg", "steps", "window", "mesh"), donate_argnames="state")
 @jax.named_scope("rollout")
 def decode_chunk(
     params: Params,
@@ -90,44 +133,52 @@ def decode_chunk(
     cfg: DecoderConfig,
     steps: int,
     window: int,
+    mesh: Mesh,
 ) -> tuple[SamplerState, dict]:
-    """Samples up to `steps` tokens in every active slot; ends early when no slot is active.
+    """Samples up to `steps` tokens in every active slot; a shard ends early when none of its slots is active.
 
     table int16 [states, V] as `stops.build_stops` makes it; temperature fp32 scalar, 0 for greedy. A slot stops at the
     token that completes a tag, at an end token, and when nothing is left of its budget. The window must hold the
-    longest active length + steps. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32}; a
-    slot's tokens are the first length_after - length_before of its column.
+    longest active length + steps. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32
+    [M]}; a slot's tokens are the first length_after - length_before of its column.
     """
-    slots = state.length.shape[0]
-    accept = table.shape[0] - 1
 
-    def body(carry):
-        i, state, tokens, logprobs = carry
-        attend = kv_cache.Attend(state.cache, None, state.length[:, None], window)
-        hidden = decoder.forward_layers(params, cfg, state.token[:, None], state.length[:, None], attend)
-        logits = decoder.logits(params, cfg, hidden[:, 0])
-        keys = jax.vmap(jax.random.fold_in)(state.key, state.length)
-        token, logprob = sample(logits, jax.vmap(jax.random.uniform)(keys), temperature)
-        on = state.active
-        stop = jnp.where(on, table[state.state, token].astype(jnp.int32), state.state)
-        left = state.left - on
-        new = SamplerState(
-            cache=attend.cache,
-            length=state.length + on,
-            token=jnp.where(on, token, state.token),
-            state=stop,
-            left=left,
-            active=on & (stop != accept) & (left > 0),
-            key=state.key,
-        )
-        return i + 1, new, tokens.at[i].set(token), logprobs.at[i].set(logprob)
+    columns = P(None, *rules.ROWS)
 
-    def go_on(carry):
-        return (carry[0] < steps) & carry[1].active.any()
+    @each_shard(mesh, out_specs=(rules.ROWS, {"tokens": columns, "logprobs": columns, "steps": rules.ROWS}))
+    def run(whole, state):
+        params, table, temperature = whole
+        slots, accept = state.length.shape[0], table.shape[0] - 1
 
-    blank = jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots), jnp.float32)
-    done, state, tokens, logprobs = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *blank))
-    return state, {"tokens": tokens, "logprobs": logprobs, "steps": done}
+        def body(carry):
+            i, state, tokens, logprobs = carry
+            attend = kv_cache.Attend(state.cache, None, state.length[:, None], window)
+            hidden = decoder.forward_layers(params, cfg, state.token[:, None], state.length[:, None], attend)
+            logits = rules.constrain(decoder.logits(params, cfg, hidden[:, 0]), P())  # whole rows, not split over tp
+            keys = jax.vmap(jax.random.fold_in)(state.key, state.length)
+            token, logprob = sample(logits, jax.vmap(jax.random.uniform)(keys), temperature)
+            on = state.active
+            stop = jnp.where(on, table[state.state, token].astype(jnp.int32), state.state)
+            left = state.left - on
+            new = SamplerState(
+                cache=attend.cache,
+                length=state.length + on,
+                token=jnp.where(on, token, state.token),
+                state=stop,
+                left=left,
+                active=on & (stop != accept) & (left > 0),
+                key=state.key,
+            )
+            return i + 1, new, tokens.at[i].set(token), logprobs.at[i].set(logprob)
+
+        def go_on(carry):
+            return (carry[0] < steps) & carry[1].active.any()
+
+        blank = jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots), jnp.float32)
+        done, state, tokens, logprobs = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *blank))
+        return state, {"tokens": tokens, "logprobs": logprobs, "steps": done[None]}
+
+    return run((params, table, temperature), state)
 
 
 def sample(logits: jax.Array, uniform: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:

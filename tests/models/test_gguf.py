@@ -17,7 +17,7 @@ from transformers import Qwen2Tokenizer
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model
 from parasearch_jax.models.decoder import DecoderConfig, RopeScaling
-from parasearch_jax.models.gguf import open_gguf, read_config, read_tokenizer
+from parasearch_jax.models.gguf import load_params, open_gguf, read_config, read_tokenizer
 from parasearch_jax.models.weights import save_model
 
 LLAMA = dataclasses.replace(TINY, model_type="llama", qkv_bias=False, rope_theta=5e5, rms_norm_eps=1e-5)
@@ -180,7 +180,7 @@ def test_quantised_and_split_over_devices(make, kind):
             ),
             whole,
         )
-        parts = load_model(path, shardings=shardings).params
+        parts = load_params(open_gguf(path), cfg, shardings)
         assert all(not x.sharding.is_fully_replicated for x in jax.tree.leaves(parts))
         jax.tree.map(np.testing.assert_array_equal, parts, whole)
 

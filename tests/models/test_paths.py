@@ -17,6 +17,7 @@ from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model
 from parasearch_jax.models.paths import ModelPath, lacks, model_files, resolve
 from parasearch_jax.models.weights import save_model
+from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
 HUB = "org/tiny-1.5B_x"
 
@@ -131,13 +132,8 @@ def test_only_the_policy_is_asked_for(run, monkeypatch):
 
 
 def test_checkpoint_goes_where_it_is_asked_to(run):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    model = load_model(run, mesh)
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model.params))
-    shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), model.params)
-    shardings["layers"]["attn"]["q"] = jax.NamedSharding(mesh, jax.P(None, None, "x"))
-    params = load_model(run, shardings=shardings).params
-    assert params["layers"]["attn"]["q"].sharding == shardings["layers"]["attn"]["q"]
+    params = load_model(run, make_mesh(MeshConfig(fsdp=2))).params
+    assert params["layers"]["attn"]["q"].sharding.spec == jax.P(None, "fsdp", "tp", None)
     equal(params, random_params(TINY, 20))
 
 

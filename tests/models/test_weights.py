@@ -17,6 +17,7 @@ from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model, weights
 from parasearch_jax.models.decoder import DecoderConfig, RopeScaling
 from parasearch_jax.models.weights import load_config, load_params, save_model
+from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
 LLAMA = dataclasses.replace(
     TINY,
@@ -206,8 +207,8 @@ def test_split_over_devices_equals_whole(even, name, axis):
 
 def test_two_axes_and_one_sharding_for_all(even):
     mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    model = load_model(even, shardings=jax.NamedSharding(mesh, jax.P()))
-    jax.tree.map(np.testing.assert_array_equal, model.params, random_params(EVEN))
+    params = load_params(even, EVEN, jax.NamedSharding(mesh, jax.P()))
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(EVEN))
     shardings = sharded(mesh, "q", 2)
     shardings["layers"]["attn"]["q"] = jax.NamedSharding(mesh, jax.P("y", None, "x"))
     jax.tree.map(np.testing.assert_array_equal, load_params(even, EVEN, shardings), random_params(EVEN))
@@ -356,10 +357,22 @@ def test_load_model_from_model_or_work_directory(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, model.params, params)
 
 
-def test_load_model_replicates_over_a_mesh(saved):
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = load_model(saved, mesh).params
-    assert all(x.sharding.is_fully_replicated and len(x.devices()) == 2 for x in jax.tree.leaves(params))
+@pytest.mark.parametrize("fsdp, tp", [(4, 1), (2, 2), (1, 2)])
+def test_load_model_lays_it_out_by_the_rules(even, tmp_path, fsdp, tp):
+    """And the export of what lies on many devices is the same file."""
+    mesh = make_mesh(MeshConfig(fsdp, tp))
+    params = load_model(even, mesh).params
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(EVEN))
+    assert params["layers"]["mlp"]["up"].sharding.spec == jax.P(None, "fsdp", "tp")
+    assert params["embed"].addressable_shards[0].data.size == params["embed"].size // (fsdp * tp)
+    save_model(tmp_path, EVEN, params, None)
+    assert (tmp_path / "model.safetensors").read_bytes() == (even / "model.safetensors").read_bytes()
+
+
+def test_a_mesh_of_other_axes_is_refused(even):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(UserError, match=r"axes \('data',\).*make_mesh"):
+        load_model(even, mesh)
 
 
 def test_load_model_errors_name_the_path(saved, tmp_path_factory):

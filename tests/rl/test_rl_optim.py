@@ -37,6 +37,26 @@ def test_three_steps_against_numpy():
     np.testing.assert_allclose(params["norm"]["scale"], expected["norm"], atol=1e-5)
 
 
+def test_first_moment_in_bf16():
+    """Half the bytes of one moment; steps are those of fp32 within what bf16 rounds away (8 bits)."""
+    params, found = {"mlp": {"up": jnp.zeros((4, 5))}}, {}
+    for dtype in ("float32", "bfloat16"):
+        tx, state = make_optimizer(OptimConfig(lr=0.1, weight_decay=0.0, mu_dtype=dtype)), None
+        state, rng = tx.init(params), np.random.default_rng(0)
+        moved = params
+        for _ in range(3):
+            grads = jax.tree.map(lambda x: jnp.array(rng.normal(size=x.shape)), params)  # noqa: B023
+            updates, state = tx.update(grads, state, moved)
+            moved = jax.tree.map(jnp.add, moved, updates)
+        moments = state[1][0]
+        assert {x.dtype.name for x in jax.tree.leaves(moments.mu)} == {dtype}
+        assert {x.dtype.name for x in jax.tree.leaves(moments.nu)} == {"float32"}
+        found[dtype] = np.array(moved["mlp"]["up"])
+    assert 0 < np.abs(found["bfloat16"] - found["float32"]).max() < 0.1 * 3 * 2**-7
+    with pytest.raises(UserError, match="mu_dtype is 'half'"):
+        OptimConfig(lr=0.1, mu_dtype="half")
+
+
 def test_norms_and_biases_are_not_decayed(params):
     names = {"/".join(k.key for k in path): leaf for path, leaf in jax.tree.leaves_with_path(decayed(params))}
     kept = {name for name, decays in names.items() if not decays}

@@ -10,6 +10,7 @@ output is the bag of tokens so far. A vocabulary entry holds any piece of text, 
 """
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import threading
@@ -105,8 +106,11 @@ def toy_tokenizer(size=420):
     return train_tokenizer([*texts, *("<search> a ## b</search><answer> c</answer>",) * 9], size)
 
 
-def random_model(seed=0, boost=(1.5, 1.5, 1.2, 1.2), size=420):
-    """Random weights over the toy tokenizer; `boost` makes tags frequent, so that episodes search and answer."""
+def random_model(seed=0, boost=(1.5, 1.5, 1.2, 1.2), size=420, **changes):
+    """Random weights over the toy tokenizer; `boost` makes tags frequent, so that episodes search and answer.
+
+    `changes` are fields of the configuration.
+    """
     tokenizer = toy_tokenizer(size)
     cfg = DecoderConfig(
         vocab_size=len(tokenizer) + 5,  # more rows than tokens, as padded checkpoints have
@@ -118,6 +122,7 @@ def random_model(seed=0, boost=(1.5, 1.5, 1.2, 1.2), size=420):
         intermediate_size=24,
         eos_token_ids=(tokenizer.eos_token_id,),
     )
+    cfg = dataclasses.replace(cfg, **changes)
     rng = np.random.default_rng(seed)
     params = jax.tree.map(lambda x: rng.normal(0.1, 0.3, x.shape).astype(np.float32), decoder.param_shapes(cfg))
     params["head"] = params["head"].reshape(16, -1).T.copy()

@@ -421,6 +421,27 @@ def test_the_seed_and_new_weights_are_used(dice, start):
     assert all(ids(a) != ids(b) for a, b in zip(second, third, strict=True)) and [e.version for e in third] == [3, 3]
 
 
+def test_sync_waits_for_the_rollout_under_way(script, start):
+    running, retriever, release = start(script), Fake(), threading.Event()
+
+    async def before(query):
+        await until(release.is_set)
+
+    retriever.before, episodes = before, []
+    rolling = threading.Thread(target=lambda: episodes.extend(play(running, "AB", retriever)))
+    syncing = threading.Thread(target=running.sync, args=(script.params, 7))
+    rolling.start()
+    asyncio.run(until(lambda: retriever.calls))
+    syncing.start()
+    syncing.join(0.2)
+    early = running.version
+    release.set()
+    rolling.join(60)
+    syncing.join(60)
+    assert (early, running.version) == (0, 7) and [e.version for e in episodes] == [0, 0]
+    assert [e.answer for e in episodes] == ["yes-a", "b"]
+
+
 def test_counts(script, start):
     """Every prompt and environment token is fed once, and no token is sampled behind the one that ends a turn."""
     running = start(script)
@@ -430,6 +451,7 @@ def test_counts(script, start):
     stats = running.pop_stats()
     assert stats["tokens/prefilled"] == fed and stats["tokens/sampled"] == sampled
     assert sampled / LIMITS["slots"] <= stats["decode_steps"] <= sampled
+    assert stats["slot_steps"] == stats["decode_steps"] * LIMITS["slots"]
     assert {"seconds/prefill", "seconds/decode", "seconds/wait"} <= set(stats)
 
 
