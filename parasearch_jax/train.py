@@ -81,13 +81,16 @@ def train(
         updates = UpdateConfig(**config.learner, temperature=algorithm.temperature)
         optimizer, critic_optimizer = OptimConfig(**config.optimizer), OptimConfig(**config.critic_optimizer)
         learner = make_learner(model.config, algorithm, updates, optimizer, critic_optimizer, mesh)
-        reference = learner.reference(model.params) if updates.kl_coef or algorithm.reward_kl else None
+        reference = learner.reference(model.params) if steps and (updates.kl_coef or algorithm.reward_kl) else None
         engine = Engine(model, rollout, seed=config.seed, mesh=mesh)
         probe = make_probe(model.config, mesh)
         stack.callback(engine.close)
 
         # ---- Where the run stands: at its last complete checkpoint, or at step 0.
-        state, start, memory = work.restore(learner.shapes, lambda: learner.init(model.params))
+        # An evaluation alone has no use for optimizers and critic.
+        state, start, memory = work.restore(
+            learner.shapes, lambda: learner.init(model.params) if steps else {"actor": {"params": model.params}}
+        )
         model.params = None  # state, reference and engine have their own; these would stay for the whole run
         if (results := work.results()) is not None:
             return _finished(work, results, console)

@@ -150,6 +150,18 @@ def test_cost_of_7b(base):
     assert slower.seconds["update"] == pytest.approx(seconds * 989 / 312)
 
 
+def test_an_evaluation_holds_neither_optimizer_nor_critic_nor_reference(base):
+    parts = {part: size for part, size in by_arithmetic(dataclasses.replace(base, steps=0)).parts.items() if size}
+    assert set(parts) == {
+        "policy, fp32",
+        "sampler's copy",
+        "KV cache",
+        "prefill",
+        "decode step",
+        "weights on their way",
+    }
+
+
 def test_devices_are_found_by_name():
     assert find_device("v5e") is find_device("TPU v5e") is find_device("tpu-V5E") is DEVICES["tpu v5e"]
     with pytest.raises(UserError, match=r"B200.*H100, H200, A100"):

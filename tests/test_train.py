@@ -119,9 +119,19 @@ def test_a_reward_function_of_ones_own(tmp_path):
     assert line["reward/total"] == pytest.approx(line["reward/turns"])
 
 
-def test_evaluation_only(tmp_path):
+def test_evaluation_only(tmp_path, monkeypatch):
+    """Which makes no moments and no reference: they would be three times the parameters."""
+    made = []
+    real = training.make_learner
+
+    def watched(*args):
+        learner = real(*args)
+        refuse = lambda params: made.append(1)  # noqa: E731
+        return learner._replace(init=refuse, reference=refuse)
+
+    monkeypatch.setattr(training, "make_learner", watched)
     results = training.train(small(tmp_path, **{"train.steps": 0}), workdir=tmp_path / "work")
-    assert set(results["evals"]) == {"final"}
+    assert set(results["evals"]) == {"final"} and not made
     assert not (tmp_path / "work" / "model").exists()
 
 

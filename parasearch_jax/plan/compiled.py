@@ -121,13 +121,12 @@ def by_compiler(run: Run) -> Memory:
 
 def _training(run: Run, mesh: Mesh, parts: dict[str, float], at_work: dict[str, float]) -> None:
     cfg, ucfg, ppo = run.model, run.learner, run.ppo
+    if not run.steps:
+        parts["policy, fp32"] = rules.bytes_per_device(rules.placed(decoder.param_shapes(cfg), mesh))
+        return
     state = make_learner(cfg, run.algorithm, ucfg, run.optimizer, run.critic_optimizer, mesh).shapes
     reference = jax.eval_shape(lambda params: layout.cast(params, cfg.dtype), state["actor"]["params"])
     reference = rules.placed(reference, mesh) if run.reference else None
-    if not run.steps:
-        as_placed = [jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state, reference)]
-        _state_parts(parts, state, reference, *as_placed)
-        return
     kind = _kinds(run, mesh)
     batch, share = (_batch(run, mesh, rows) for rows in (run.rows, run.rows // run.algorithm.updates))
     numbers, of_share = batch.rewards, share.rewards  # fp32 [B,T], as scores, advantages and masks are

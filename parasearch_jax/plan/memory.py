@@ -88,10 +88,11 @@ def by_arithmetic(run: Run) -> Memory:
     shard = lambda parameters: parameters / run.mesh.size  # noqa: E731
     slots, cells = run.rollout.slots / run.mesh.fsdp, run.rollout.max_total_tokens
 
-    # ---- Held. An evaluation has all of it too: train.py makes the state before it knows.
+    # ---- Held.
     parts = dict.fromkeys(PARTS, 0.0)
     parts["policy, fp32"] = 4 * shard(policy)
-    parts["policy's optimizer"] = (4 + _moment(run.optimizer)) * shard(policy)
+    if run.steps:
+        parts["policy's optimizer"] = (4 + _moment(run.optimizer)) * shard(policy)
     if run.ppo:
         parts["critic, fp32"] = 4 * shard(critic)
         parts["critic's optimizer"] = (4 + _moment(run.critic_optimizer)) * shard(critic)

@@ -64,11 +64,12 @@ class Run:
 
     @property
     def ppo(self) -> bool:
-        return self.algorithm.name == "ppo"
+        """Whether there is a critic."""
+        return self.steps > 0 and self.algorithm.name == "ppo"
 
     @property
     def reference(self) -> bool:
-        return bool(self.learner.kl_coef or self.algorithm.reward_kl)
+        return self.steps > 0 and bool(self.learner.kl_coef or self.algorithm.reward_kl)
 
     @property
     def episodes(self) -> int:

@@ -77,12 +77,14 @@ def state_shardings(cfg: DecoderConfig, mesh: Mesh) -> SamplerState:
 
 def each_shard(mesh: Mesh, out_specs):
     """Decorator of f(whole, split): runs it in every shard, where `split` holds the shard's share of the first axis."""
+    # A 'tp' of one device is ours too: cuDNN's call is then this device's alone, where XLA else asks JAX to split it.
+    ours = {"fsdp"} if mesh.shape["tp"] > 1 else set(mesh.axis_names)
     return functools.partial(
         jax.shard_map,
         mesh=mesh,
         in_specs=(P(), rules.ROWS),
         out_specs=out_specs,
-        axis_names={"fsdp"},
+        axis_names=ours,
         check_vma=False,
     )
 
@@ -100,13 +102,15 @@ def extend(
     The window must hold start + count; 0 if every row starts at 0 (first prefill).
     """
 
+    kind = cfg.attention if mesh.shape["tp"] == 1 else "xla"  # cuDNN's call, half ours and half XLA's, is untried
+
     @each_shard(mesh, out_specs=rules.ROWS)
     def run(params, split):
         state, feed = split
         rows, T = feed["rows"], feed["ids"].shape[1]
         offsets = jnp.arange(T, dtype=jnp.int32)
         positions = jnp.where(offsets < feed["count"][:, None], feed["start"][:, None] + offsets, -1)
-        attend = kv_cache.Attend(state.cache, rows, positions, window, cfg.attention)
+        attend = kv_cache.Attend(state.cache, rows, positions, window, kind)
         decoder.forward_layers(params, cfg, feed["ids"], jnp.maximum(positions, 0), attend)
         put = lambda old, new: old.at[rows].set(new, mode="drop")  # noqa: E731
         return SamplerState(

@@ -103,8 +103,8 @@ def _check_divides(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> No
 
 
 def constrain(x: jax.Array, spec: P) -> jax.Array:
-    """x, laid out by `spec`."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """x, laid out by `spec`; as it is where no axis is the compiler's to split, inside a shard_map over all of them."""
+    if not jax.sharding.get_abstract_mesh().auto_axes:
         return x
     return jax.lax.with_sharding_constraint(x, spec)
 

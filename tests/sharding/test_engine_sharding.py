@@ -269,3 +269,35 @@ def test_the_probe_asks_every_device(dice, start):
     engine.shards.params["head"] = jax.make_array_from_single_device_arrays(head.shape, head.sharding, parts)
     with pytest.raises(SyncError, match="do not hold the same weights"):
         check(dice.params, 0, engine)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2)])
+def test_attention_of_a_gpu_is_each_devices_own(monkeypatch, shape):
+    """Lowered for CUDA: with tp 1 cuDNN's call stands in the program as it is, and XLA need not ask how to split it;
+    with tp 2 it is XLA's own attention."""
+    checks = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(checks, "check_cudnn_version", lambda *_: 91000)
+    monkeypatch.setattr(checks, "check_compute_capability", lambda *_: True)
+    cfg, mesh = dataclasses.replace(SMALL_BF16, attention="cudnn"), mesh_of(*shape)
+    place = lambda tree, shardings: jax.tree.map(lambda x, s: x.update(sharding=s), tree, shardings)  # noqa: E731
+    params = jax.eval_shape(lambda: layout.to_sampler(decoder.init(cfg, jax.random.key(0)), cfg.dtype))
+    state = jax.eval_shape(lambda: sampler.init_state(cfg, 8, 128, mesh))
+    row = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, rules.ROWS))
+    ids, key = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=row.sharding), state.key.update(sharding=row.sharding)
+    feed = {**dict.fromkeys(("rows", "count", "start", "pending", "left"), row), "ids": ids, "key": key}
+    state = place(state, sampler.state_shardings(cfg, mesh))
+    params = place(params, rules.sampler_shardings(params, mesh))
+    text = sampler.extend.trace(params, state, feed, cfg=cfg, window=0, mesh=mesh).lower(lowering_platforms=("cuda",))
+    assert ("fmha" in text.as_text()) == (shape[1] == 1) and "Partitioning" not in text.as_text()
+
+
+SMALL_BF16 = decoder.DecoderConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+    dtype="bfloat16",
+)
