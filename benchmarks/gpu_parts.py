@@ -47,6 +47,7 @@ from parasearch_jax.plan.cost import decode_step_bytes
 from parasearch_jax.plan.run import Run
 from parasearch_jax.rl.learner import make_learner
 from parasearch_jax.rollout import sampler
+from parasearch_jax.rollout.stops import Stops
 from parasearch_jax.sharding import rules
 from parasearch_jax.sharding.layout import to_sampler
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
@@ -140,7 +141,8 @@ def _decode(sizes: Sizes, card: Card, cfg: DecoderConfig, until: float) -> dict:
     cache = jax.device_put(random_like(state.cache), sampler.state_shardings(cfg, mesh).cache)
     state = dataclasses.replace(state, cache=cache)
     read = decode_step_bytes(plan_run(cfg, sizes, sizes.rows))
-    table, temperature = jnp.zeros((2, cfg.vocab_size), jnp.int16), jnp.float32(1)  # no token ends a turn
+    table = Stops(jnp.zeros(cfg.vocab_size, jnp.int32), jnp.zeros((2, 1), jnp.int16))  # no token ends a turn
+    temperature = jnp.float32(1)
     settings = {"cfg": cfg, "steps": sizes.steps, "window": sizes.window, "mesh": mesh}
 
     def once():

@@ -34,11 +34,12 @@ from parasearch_jax.rl.learner import make_learner
 from parasearch_jax.rl.optim import make_optimizer
 from parasearch_jax.rl.update import make_score, make_update
 from parasearch_jax.rollout import sampler
+from parasearch_jax.rollout.stops import Stops
 from parasearch_jax.sharding import layout, rules
 from parasearch_jax.sharding.mesh import make_mesh
 
 DEPTHS = (2, 4)  # of the functions that do not scan
-STATES = 64  # of the stop automaton; its table is small
+STATES, KINDS = 64, 256  # of the stop automaton; its table is small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _sampling_at(run: Run, mesh: Mesh, depth: int) -> dict[str, float]:
     state = _placed(state, sampler.state_shardings(cfg, mesh))
     whole = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))  # noqa: E731
 
-    table, temperature = whole("int16", STATES, cfg.vocab_size), whole("float32")
+    table, temperature = Stops(whole("int32", cfg.vocab_size), whole("int16", STATES, KINDS)), whole("float32")
     static = {"cfg": cfg, "window": cells, "mesh": mesh}
     steps = run.rollout.chunk
     decode = compile_program(sampler.decode_chunk.lower(params, state, table, temperature, steps=steps, **static))

@@ -99,7 +99,7 @@ class Engine:
         if mesh is None:
             mesh = make_mesh(devices=jax.local_devices()[:1])
         self.shards = Shards(model.config, mesh, self.config.slots, self.config.max_total_tokens)
-        self._tables: dict[Protocol | None, jax.Array] = {}
+        self._tables: dict[Protocol | None, stops.Stops] = {}
         self.stats: dict[str, float] = {}
         self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         self._loop = asyncio.new_event_loop()
@@ -196,11 +196,10 @@ class Engine:
             future.cancel()
             raise
 
-    def _table(self, protocol: Protocol | None) -> jax.Array:
+    def _table(self, protocol: Protocol | None) -> stops.Stops:
         if protocol not in self._tables:
-            table = stops.build_stops(protocol, self._vocabulary, self.model_config.eos_token_ids)
-            unused = self.model_config.vocab_size - table.shape[1]  # rows past the tokenizer: end the turn
-            table = np.pad(table, ((0, 0), (0, unused)), constant_values=len(table) - 1)
+            cfg = self.model_config
+            table = stops.build_stops(protocol, self._vocabulary, cfg.eos_token_ids, cfg.vocab_size)
             self._tables[protocol] = self.shards.put(table)
         return self._tables[protocol]
 

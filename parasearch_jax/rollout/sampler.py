@@ -131,7 +131,7 @@ def extend(
 def decode_chunk(
     params: Params,
     state: SamplerState,
-    table: jax.Array,
+    table: stops.Stops,
     temperature: jax.Array,
     *,
     cfg: DecoderConfig,
@@ -141,10 +141,10 @@ def decode_chunk(
 ) -> tuple[SamplerState, dict]:
     """Samples up to `steps` tokens in every active slot; a shard ends early when none of its slots is active.
 
-    table int16 [states, V] as `stops.build_stops` makes it; temperature fp32 scalar, 0 for greedy. A slot stops at the
-    token that completes a tag, at an end token, and when nothing is left of its budget. The window must hold the
-    longest active length + steps. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32
-    [M]}; a slot's tokens are the first length_after - length_before of its column.
+    table: see `stops.build_stops`; temperature fp32 scalar, 0 for greedy. A slot stops at the token that completes a
+    tag, at an end token, and when nothing is left of its budget. The window must hold the longest active length +
+    steps. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32 [M]}; a slot's tokens are
+    the first length_after - length_before of its column.
     """
 
     columns = P(None, *rules.ROWS)
@@ -152,7 +152,7 @@ def decode_chunk(
     @each_shard(mesh, out_specs=(rules.ROWS, {"tokens": columns, "logprobs": columns, "steps": rules.ROWS}))
     def run(whole, state):
         params, table, temperature = whole
-        slots, accept = state.length.shape[0], table.shape[0] - 1
+        slots = state.length.shape[0]
 
         def body(carry):
             i, state, tokens, logprobs = carry
@@ -162,7 +162,7 @@ def decode_chunk(
             keys = jax.vmap(jax.random.fold_in)(state.key, state.length)
             token, logprob = sample(logits, jax.vmap(jax.random.uniform)(keys), temperature)
             on = state.active
-            stop = jnp.where(on, table[state.state, token].astype(jnp.int32), state.state)
+            stop = jnp.where(on, table.next(state.state, token).astype(jnp.int32), state.state)
             left = state.left - on
             new = SamplerState(
                 cache=attend.cache,
@@ -170,7 +170,7 @@ def decode_chunk(
                 token=jnp.where(on, token, state.token),
                 state=stop,
                 left=left,
-                active=on & (stop != accept) & (left > 0),
+                active=on & (stop != table.accept) & (left > 0),
                 key=state.key,
             )
             return i + 1, new, tokens.at[i].set(token), logprobs.at[i].set(logprob)

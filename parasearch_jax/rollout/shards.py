@@ -19,6 +19,7 @@ from parasearch_jax.errors import UserError
 from parasearch_jax.models import decoder
 from parasearch_jax.models.decoder import DecoderConfig, Params
 from parasearch_jax.rollout import sampler
+from parasearch_jax.rollout.stops import Stops
 from parasearch_jax.sharding import layout, rules
 from parasearch_jax.sharding.mesh import local_mesh
 
@@ -109,7 +110,7 @@ class Shards:
         feed["key"] = _fold(self.mesh)(key, number)
         self._state = sampler.extend(self.params, self._state, feed, cfg=self.cfg, window=window, mesh=self.mesh)
 
-    def decode(self, table: jax.Array, temperature: jax.Array, steps: int, longest: int) -> dict[str, np.ndarray]:
+    def decode(self, table: Stops, temperature: jax.Array, steps: int, longest: int) -> dict[str, np.ndarray]:
         """A chunk of `steps`; `longest` is the length of the longest active slot. Returns what `sampler.decode_chunk`
         reports, and "length" and "active" of all slots after it."""
         self._state, out = sampler.decode_chunk(

@@ -38,7 +38,7 @@ def random_params():
 
 @functools.cache
 def table(end_ids=()):
-    return jnp.asarray(stops.build_stops(None, [b"x"] * CFG.vocab_size, end_ids))
+    return jax.tree.map(jnp.asarray, stops.build_stops(None, [b"x"] * CFG.vocab_size, end_ids))
 
 
 def extend(state, feeds, window=CELLS, tokens=12):

@@ -1,12 +1,16 @@
 """The stop automaton against the parser, for every way to cut a text into tokens."""
 
 import random
+import string
 
 import numpy as np
 import pytest
+import tokenizers
 from protocol_cases import CASES, NO_STOP
 from scripted import PROTOCOL, byte_char, byte_tokenizer, toy_tokenizer
+from transformers import PreTrainedTokenizerFast
 
+from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import get_protocol
 from parasearch_jax.rollout import stops
 from parasearch_jax.toy.tokenizer import END
@@ -33,8 +37,8 @@ def naive_stop(protocol, tokens, join=lambda tokens: b"".join(tokens).decode(err
 def automaton_stop(table, ids):
     state = stops.START
     for n, token in enumerate(ids, 1):
-        state = table[state, token]
-        if state == len(table) - 1:
+        state = table.next(state, token)
+        if state == table.accept:
             return n
     return None
 
@@ -118,11 +122,29 @@ def test_a_token_that_completes_a_tag_stops_whatever_follows_in_it():
 
 def test_end_tokens_stop_in_every_state_and_accept_absorbs():
     table = stops.build_stops(PROTOCOL, [b"a", b"", b"<search>"], [1])
-    accept = len(table) - 1
-    assert table.dtype == np.int16 and (table[:, 1] == accept).all() and (table[accept] == accept).all()
-    assert (table[:accept, 0] < accept).all()
-    alone = stops.build_stops(None, [b"<search>a</search>", b"", b"x"], [1])
-    assert alone.tolist() == [[0, 1, 0], [1, 1, 1]]
+    states, accept = np.arange(len(table.table)), table.accept
+    assert table.table.dtype == np.int16 and (table.next(states, 1) == accept).all()
+    assert (table.table[accept] == accept).all() and (table.next(states[:accept], 0) < accept).all()
+    alone = stops.build_stops(None, [b"<search>a</search>", b"", b"x"], [1], size=5)  # two rows stand for no token
+    assert [[int(alone.next(state, token)) for token in range(5)] for state in (0, 1)] == [[0, 1, 0, 1, 1], [1] * 5]
+
+
+def test_a_vocabulary_of_qwens_size_has_few_kinds():
+    """151,643 tokens of up to 12 bytes, a tenth of them made of pieces of tags; at most 8 MB."""
+    rng = random.Random(3)
+    letters, pieces = string.ascii_letters.encode() + b" .,", [*"</>searchnw", "<se", "</", "rch>", "</answer>"]
+    plain = lambda: bytes(rng.choices(letters, k=rng.randint(1, 12)))  # noqa: E731
+    tagged = lambda: "".join(rng.choices(pieces, k=rng.randint(1, 4))).encode()  # noqa: E731
+    vocabulary = [tagged() if rng.random() < 0.1 else plain() for _ in range(151_643)]
+    table = stops.build_stops(PROTOCOL, vocabulary, [7], size=152_064)
+    assert table.kind.shape == (152_064,) and table.kind.nbytes + table.table.nbytes < 8e6
+    step = stops._byte_table(PROTOCOL)
+    for token in rng.sample(range(151_643), 3000):
+        if token != 7:
+            states = np.arange(len(step))
+            for byte in vocabulary[token]:
+                states = step[states, byte]
+            np.testing.assert_array_equal(table.next(np.arange(len(step)), token), states)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +171,28 @@ def test_special_tokens_are_no_text_and_added_ones_are():
     assert [vocabulary[i] for i in ids] == [b"<sea", b"", b"rch>", b"</search>", "<answer>日".encode()]
     table = stops.build_stops(PROTOCOL, vocabulary, ())
     assert automaton_stop(table, ids) == 4  # as the text without special tokens reads, and as the parser reads it
+
+
+def test_sentencepiece_tokens_are_their_bytes():
+    """Llama 2's and Mistral's manner: pieces with "▁" for a space, and a token for each byte."""
+    pieces = ["<unk>", END, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁<", "search", ">", "</", "▁a"]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
+    replace, fuse = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()
+    backend.decoder = tokenizers.decoders.Sequence([replace, tokenizers.decoders.ByteFallback(), fuse])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token=END)
+    vocabulary = stops.token_bytes(tokenizer)
+    parts = ["▁<", "search", ">", "▁a", *(f"<0x{byte:02X}>" for byte in "é😀".encode()), "</", "search", ">"]
+    ids = tokenizer.convert_tokens_to_ids([*parts, "<0x0A>"])
+    assert b"".join(vocabulary[i] for i in ids).decode() == tokenizer.decode(ids) == " <search> aé😀</search>\n"
+    assert vocabulary[tokenizer.eos_token_id] == b""
+    assert automaton_stop(stops.build_stops(PROTOCOL, vocabulary, ()), ids) == len(parts)
+
+
+def test_a_tokenizer_that_decodes_otherwise_is_refused():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    with pytest.raises(UserError, match="decodes by WordPiece"):
+        stops.token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
 
 
 def test_the_tokenizers_own_tokens_stop_where_the_parser_does(tokenizer):

@@ -170,7 +170,7 @@ def compiled(mesh):
     feed = dict.fromkeys(("rows", "count", "start", "pending", "left"), row) | {"key": state.key}
     feed["ids"] = jax.ShapeDtypeStruct((SLOTS, 16), jnp.int32, sharding=split)
     table = stops.build_stops(None, [b"x"] * CFG.vocab_size, (0,))
-    table = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=whole)
+    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), table)
     temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     static = dict(cfg=CFG, mesh=mesh)
     programs = {
