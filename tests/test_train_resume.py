@@ -65,7 +65,7 @@ def whole(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("case", "at"), [("grpo", 3), ("grpo", 4), ("ppo", 4)])
+@pytest.mark.parametrize(("case", "at"), [("grpo", 3), ("grpo", 4), pytest.param("ppo", 4, marks=pytest.mark.slow)])
 def test_four_steps_are_two_and_two(whole, case, at, tmp_path, monkeypatch):
     """Stopped in step 3 right behind the checkpoint, and in step 4 with a step to undo."""
     config, results, expected = whole(case)
