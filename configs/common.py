@@ -53,6 +53,7 @@ def base(name: str) -> ConfigDict:
                 max_total_tokens=4096,
                 observation_tokens=500,
                 observation_variant="paper",
+                search_seconds=60.0,  # ours; a sub-query without an answer by then has failed
                 deterministic=True,
             ),
             algorithm=dict(  # rl.learner.AlgorithmConfig

@@ -30,6 +30,7 @@ class Protocol:
     name: str
     prompt: str  # template with {question}
     notice: str = "\nThat was no valid action. Search or answer.\n"  # shown, masked, after an invalid turn
+    failed_notice: str = "The search failed. Search again or answer."  # masked, where documents would stand
     search: str = "search"
     answer: str = "answer"
     think: str = "think"
@@ -77,6 +78,11 @@ class Protocol:
     def observation(self, blocks: Iterable[str]) -> str:
         """The environment's reply to a search: the blocks of all its sub-queries, in order, in one docs block."""
         return f"\n\n<{self.docs}>{''.join(blocks).strip()}</{self.docs}>\n\n"
+
+    def failed(self) -> str:
+        """The environment's reply to a search of which every sub-query failed. It stands in the block that documents
+        stand in, so that a search is always followed by one, as the released scorer's validity asks."""
+        return self.observation([self.failed_notice])
 
     def _first_block(self, text: str) -> tuple[str, int, str, int] | None:
         """(kind, start of the opening tag, content, end of the closing tag) of the first complete block."""

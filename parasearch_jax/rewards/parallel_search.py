@@ -68,6 +68,7 @@ def parallel_search(
 
     `paper`: the answer is the executed one, n the executed searches, split means that an executed search had two or
     more non-empty sub-queries, well-formed is `valid_by_provenance`. No answer is a wrong one, and never well-formed.
+    A search that the retriever failed to answer counts like any other, in both variants (see `Search`).
     `released`: `RELEASED_DIFFERS`. The constants are those of the released experiment; the paper gives neither alpha
     (only alpha > 1) nor lambda_f. The kind must be known; `make_reward` takes `unknown` to name one.
     """

@@ -3,7 +3,7 @@
 The engine owns one event loop in a thread of its own, so `rollout` and `generate` work from a script and from inside a
 running loop (Jupyter) alike. The device runs in a second thread; the loop never waits for it.
 
-    free slot <- sample of a group   extend (prompt)
+    free slot <- sample of a group   extend (prompt); the group's other samples get a copy of its cells
     decode_chunk for all slots       a turn ends -> parse -> search | notice | end
     search -> documents              extend (documents), the slot decodes again; the others never waited
 
@@ -32,6 +32,7 @@ from parasearch_jax.protocol import Protocol, get_protocol
 from parasearch_jax.retrieval import Document, Retriever
 from parasearch_jax.rollout import stops
 from parasearch_jax.rollout.observation import build_observation
+from parasearch_jax.rollout.searches import search_all
 from parasearch_jax.rollout.shards import Row, Shards
 from parasearch_jax.rollout.types import Answer, Episode, Invalid, Search, Segment
 from parasearch_jax.sharding.mesh import make_mesh
@@ -51,7 +52,12 @@ class RolloutConfig:
     observation_tokens: int = 500
     observation_variant: str = "paper"  # or "released", see observation.py
     topk: int = 3  # documents per sub-query
+    search_seconds: float = 60.0  # a sub-query that has no answer by then has failed
     deterministic: bool = True  # await all outstanding searches before the next chunk
+
+    def __post_init__(self):
+        if not self.search_seconds > 0:
+            raise UserError(f"rollout.search_seconds is {self.search_seconds}: give the seconds a search may take")
 
 
 @dataclasses.dataclass
@@ -61,6 +67,7 @@ class _Run:
     episode: Episode
     prompt: tuple[str, list[int]]
     key: int  # number folded into the run key
+    source: int | None = None  # the slot whose cells of the prompt it gets; None: its prompt is fed
     fed: int = 0  # tokens in the slot's cache
     pending: int | None = None  # the last token, not yet in the cache
     ids: list[int] = dataclasses.field(default_factory=list)  # of the turn under way
@@ -72,7 +79,7 @@ class Engine:
 
     `stats` counts since the last `pop_stats`: seconds of prefill, decode and wait, tokens prefilled and sampled, decode
     steps (of the shard that made most) and slot steps (steps x slots, summed over the shards: what the tokens sampled
-    could have been), sub-queries sent and failed, observation blocks cut.
+    could have been), sub-queries sent and failed, searches in which all of them failed, observation blocks cut.
     """
 
     def __init__(
@@ -232,6 +239,7 @@ class _Job:
         shards, n = engine.shards.count, engine.shards.slots
         self.free = [list(range(i * n, (i + 1) * n))[::-1] for i in range(shards)]  # by shard
         self.groups: list[deque[_Run]] = [deque() for _ in range(shards)]  # what is left of the group it has taken
+        self.prompts: list[dict[int, tuple]] = [{} for _ in range(shards)]  # by slot: whose cells lie in front
         self.slots: dict[int, _Run] = {}
         self.active: set[int] = set()  # slots that decode
         self.waiting: dict[asyncio.Task, int] = {}  # searches under way, by slot
@@ -246,6 +254,7 @@ class _Job:
             finally:
                 for task in self.waiting:
                     task.cancel()
+                await asyncio.gather(*self.waiting, return_exceptions=True)
 
     async def _run(self, queue: deque[deque[_Run]]) -> None:
         await self._on_device("prefill", self._open)
@@ -271,11 +280,28 @@ class _Job:
     def _fill(self, shard: int) -> list[tuple[int, Segment]]:
         free, group, feeds = self.free[shard], self.groups[shard], []
         while free and group:
-            slot = free.pop()
-            self.slots[slot] = group.popleft()
-            text, ids = self.slots[slot].prompt
+            run = group.popleft()
+            slot, run.source = self._place(shard, run.prompt)
+            self.slots[slot] = run
+            text, ids = run.prompt
             feeds.append((slot, Segment("prompt", text, tuple(ids))))
         return feeds
+
+    def _place(self, shard: int, prompt: tuple[str, list[int]]) -> tuple[int, int | None]:
+        """(a free slot, the slot whose first cells hold this very prompt, if one does).
+
+        The cache only grows, so a prompt's cells stay as they are until the slot's next episode. One that a member of
+        the group has left is taken first, and no other group is begun before all of this one have a slot: so there is
+        a source for every member but the first, however few slots there are, and no prompt is fed twice. Of several
+        holders it is the one that was filled first, so never one that gets its cells by the same call.
+        """
+        free, prompts = self.free[shard], self.prompts[shard]
+        holders = [slot for slot, held in prompts.items() if held is prompt]
+        slot = next((slot for slot in holders if slot in free), free[-1])
+        free.remove(slot)
+        prompts.pop(slot, None)  # in the order of filling
+        prompts[slot] = prompt
+        return slot, slot if slot in holders else next(iter(holders), None)
 
     def _end_turn(self, slot: int) -> Segment | None:
         """Acts on a finished turn: starts its search, ends the episode, or returns the notice that the policy gets."""
@@ -298,34 +324,34 @@ class _Job:
         if full or forced:
             return self._finish(slot, "length" if full else "turns")
         if isinstance(action, Search):
-            self.waiting[asyncio.create_task(self._search(action.queries))] = slot
+            search = search_all(self.retriever, action.queries, self.config.topk, self.config.search_seconds)
+            self.waiting[asyncio.create_task(search)] = slot
             return None
-        return self._append(slot, Segment("notice", self.protocol.notice, tuple(engine._encode(self.protocol.notice))))
+        return self._append(slot, self._notice(self.protocol.notice))
 
-    async def _search(self, queries: Sequence[str]) -> list[list[Document] | Exception]:
-        """Results of all sub-queries, which are in flight together; a failed one gives its exception."""
+    def _notice(self, text: str) -> Segment:
+        return Segment("notice", text, tuple(self.engine._encode(text)))
 
-        async def one(query: str) -> list[Document]:
-            (documents,) = await self.retriever.search([query], self.config.topk)
-            return documents
-
-        return await asyncio.gather(*map(one, queries), return_exceptions=True)
-
-    def _observe(self, slot: int, results: list[list[Document] | Exception]) -> Segment | None:
-        """The docs segment of a search's results."""
+    def _observe(self, slot: int, results: list[list[Document] | BaseException]) -> Segment | None:
+        """What the policy sees of a search's results: a docs segment, or a notice if all of its sub-queries failed."""
         failed = [result for result in results if isinstance(result, BaseException)]
         for error in failed:
-            log.warning("a search failed and brings no document: %r", error)
+            log.warning("a sub-query failed and brings no document: %r", error)
         episode = self.slots[slot].episode
         episode.failed_searches += len(failed)
         self.engine._count("queries/sent", len(results))
         self.engine._count("queries/failed", len(failed))
-        documents = [[] if isinstance(result, BaseException) else result for result in results]
-        budget, variant = self.config.observation_tokens, self.config.observation_variant
-        text, ids, cut = build_observation(self.protocol, self.engine.tokenizer, documents, budget, variant)
-        self.engine._count("observations/cut", cut)
-        segment = self._append(slot, Segment("docs", text, tuple(ids)))
-        if segment is None:  # no room: a search without documents behind it doesn't count (see Episode.from_text)
+        self.engine._count("searches/failed", len(failed) == len(results))
+        if len(failed) == len(results):
+            segment = self._notice(self.protocol.failed())
+        else:
+            documents = [[] if isinstance(result, BaseException) else result for result in results]
+            budget, variant = self.config.observation_tokens, self.config.observation_variant
+            text, ids, cut = build_observation(self.protocol, self.engine.tokenizer, documents, budget, variant)
+            self.engine._count("observations/cut", cut)
+            segment = Segment("docs", text, tuple(ids))
+        segment = self._append(slot, segment)
+        if segment is None:  # no room: a search with nothing behind it doesn't count (see Episode.from_text)
             episode.actions[-1] = Invalid(episode.actions[-1].span)
         return segment
 
@@ -388,9 +414,11 @@ class _Job:
                 ids = [run.pending, *ids]
             run.episode.segments.append(segment)
             left = min(self.turn_tokens, self.config.max_total_tokens - run.fed - len(ids))
-            rows.append(Row(slot, ids[:-1], run.fed, ids[-1], left, run.key))
+            source = run.source if segment.source == "prompt" else None
+            rows.append(Row(slot, ids[:-1], run.fed, ids[-1], left, run.key, source))
             run.fed, run.pending = run.fed + len(ids) - 1, ids[-1]
-            self.engine._count("tokens/prefilled", len(segment.ids))
+            if source is None:
+                self.engine._count("tokens/prefilled", len(segment.ids))
         self.engine.shards.extend(rows, self.step_key)
         self.active.update(slot for slot, _ in feeds)
 

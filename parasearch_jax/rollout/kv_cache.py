@@ -34,6 +34,15 @@ def write(cells: jax.Array, rows: jax.Array, positions: jax.Array, new: jax.Arra
     return cells.at[rows[:, None], positions].set(new.astype(cells.dtype), mode="drop")
 
 
+def copy(cache: Cache, source: jax.Array, target: jax.Array, n: int) -> Cache:
+    """The first n cells of slots source [R] in slots target [R] too; a target of S or more is dropped."""
+
+    def layer(cells: jax.Array) -> jax.Array:
+        return rules.constrain(cells.at[target, :n].set(cells[source, :n], mode="drop"), _SHARD)
+
+    return {name: tuple(map(layer, layers)) for name, layers in cache.items()}
+
+
 class Attend:
     """The attention of one forward pass through the cache, as `decoder.forward_layers` calls it.
 

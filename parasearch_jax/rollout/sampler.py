@@ -1,4 +1,5 @@
-"""The two jitted functions of the sampler: `extend` feeds given tokens, `decode_chunk` samples new ones.
+"""The jitted functions of the sampler: `extend` feeds given tokens, `decode_chunk` samples new ones, `copy_prompts`
+takes over what another slot was fed.
 
 Axes: S slots, R rows of a call, T tokens of a row, N steps of a chunk, V vocab, M shards.
 
@@ -112,18 +113,40 @@ def extend(
         positions = jnp.where(offsets < feed["count"][:, None], feed["start"][:, None] + offsets, -1)
         attend = kv_cache.Attend(state.cache, rows, positions, window, kind)
         decoder.forward_layers(params, cfg, feed["ids"], jnp.maximum(positions, 0), attend)
-        put = lambda old, new: old.at[rows].set(new, mode="drop")  # noqa: E731
-        return SamplerState(
-            cache=attend.cache,
-            length=put(state.length, feed["start"] + feed["count"]),
-            token=put(state.token, feed["pending"]),
-            state=put(state.state, stops.START),
-            left=put(state.left, feed["left"]),
-            active=put(state.active, True),
-            key=put(state.key, feed["key"]),
-        )
+        return _start_turn(state, feed, attend.cache, feed["start"] + feed["count"])
 
     return run(params, (state, feed))
+
+
+@functools.partial(jax.jit, static_argnames=("cells", "mesh"), donate_argnames="state")
+@jax.named_scope("rollout")
+def copy_prompts(state: SamplerState, feed: dict, *, cells: int, mesh: Mesh) -> SamplerState:
+    """Gives slots the first cells of others and starts a turn in each.
+
+    feed: as `extend` has it, with "source" int32 [R], the slots of the same shard that were fed the same ids, instead
+    of "ids" and "start". `cells` is at least the largest count; what is copied beyond a count, nothing reads.
+    """
+
+    @each_shard(mesh, out_specs=rules.ROWS)
+    def run(_, split):
+        state, feed = split
+        return _start_turn(state, feed, kv_cache.copy(state.cache, feed["source"], feed["rows"], cells), feed["count"])
+
+    return run((), (state, feed))
+
+
+def _start_turn(state: SamplerState, feed: dict, cache: kv_cache.Cache, length: jax.Array) -> SamplerState:
+    """The state after `feed` has gone into `cache`; `length` [R] of its rows."""
+    put = lambda old, new: old.at[feed["rows"]].set(new, mode="drop")  # noqa: E731
+    return SamplerState(
+        cache=cache,
+        length=put(state.length, length),
+        token=put(state.token, feed["pending"]),
+        state=put(state.state, stops.START),
+        left=put(state.left, feed["left"]),
+        active=put(state.active, True),
+        key=put(state.key, feed["key"]),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "steps", "window", "mesh"), donate_argnames="state")

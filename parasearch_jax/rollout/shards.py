@@ -7,7 +7,7 @@ the mesh of a run may span hosts, the one here does not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +26,11 @@ from parasearch_jax.sharding.mesh import local_mesh
 # Tokens that a shard takes in one call of `extend`. A call's scores are fp32 [rows, heads, tokens, cells]: for 32 slots
 # with documents of 512 tokens, 7B's 28 heads and 4,096 cells 7 GiB, twice.
 CALL_TOKENS = 8192
+COPY_ROWS = 8  # slots of a shard that a call of `copy_prompts` fills; one size, so that only prompts' buckets differ
 
 
 class Row(NamedTuple):
-    """What is appended to a slot."""
+    """What is appended to a slot, or copied to it."""
 
     slot: int  # shard * slots of a shard + slot in the shard
     ids: list[int]  # that go into the cache
@@ -37,6 +38,7 @@ class Row(NamedTuple):
     pending: int  # the token behind the ids, not fed yet
     left: int  # tokens that the turn may sample
     number: int  # of the episode, for its random numbers
+    source: int | None = None  # a slot of the same shard with the same ids in its first cells: they are copied from it
 
 
 class Shards:
@@ -78,37 +80,55 @@ class Shards:
         self._state = None
 
     def extend(self, rows: Sequence[Row], key: jax.Array) -> None:
-        """Appends to slots and starts a turn in each; `key` is that of the step. Few sizes of call, so that few
-        programs are compiled."""
-        shards: list[list[Row]] = [[] for _ in range(self.count)]
-        for row in rows:
-            shard, slot = divmod(row.slot, self.slots)
-            shards[shard].append(row._replace(slot=slot))
-        tokens = token_bucket(max(len(row.ids) for row in rows), self.cells)
-        count = min(_bucket(max(map(len, shards)), 8, self.slots), rows_of_call(tokens, self.slots))
-        for start in range(0, max(map(len, shards)), count):
-            self._extend([shard[start : start + count] for shard in shards], count, tokens, key)
+        """Appends to slots, or copies to them, and starts a turn in each; `key` is that of the step. Few sizes of call,
+        so that few programs are compiled."""
+        fed = self._by_shard(row for row in rows if row.source is None)
+        if most := max(map(len, fed)):
+            tokens = token_bucket(_longest(fed), self.cells)
+            count = min(_bucket(most, 8, self.slots), rows_of_call(tokens, self.slots))
+            for start in range(0, most, count):
+                self._extend([shard[start : start + count] for shard in fed], count, tokens, key)
+        copied = self._by_shard(row for row in rows if row.source is not None)  # from rows above too, so behind them
+        if most := max(map(len, copied)):
+            cells, count = token_bucket(_longest(copied), self.cells), min(COPY_ROWS, self.slots)
+            for start in range(0, most, count):
+                shards = [shard[start : start + count] for shard in copied]
+                feed = self._feed(shards, count, key, source=lambda row: row.source)
+                self._state = sampler.copy_prompts(self._state, feed, cells=cells, mesh=self.mesh)
         jax.block_until_ready(self._state.length)
 
     def _extend(self, shards: Sequence[list[Row]], count: int, tokens: int, key: jax.Array) -> None:
         """One call, with `count` rows of `tokens` for each shard."""
         rows = [row for shard in shards for row in shard]
-        padding = Row(slot=self.slots, ids=[], start=0, pending=0, left=0, number=0)
-        padded = [row for shard in shards for row in shard + [padding] * (count - len(shard))]
-        slot, ids, start, pending, left, number = zip(*padded, strict=True)
-        feed = {
-            "rows": np.asarray(slot, np.int32),
-            "ids": np.asarray([row + [0] * (tokens - len(row)) for row in ids], np.int32),
-            "count": np.asarray([len(row) for row in ids], np.int32),
-            "start": np.asarray(start, np.int32),
-            "pending": np.asarray(pending, np.int32),
-            "left": np.asarray(left, np.int32),
-        }
-        first = not any(start)  # nothing but prompts: no cell of the cache has to be read
+        ids = lambda row: row.ids + [0] * (tokens - len(row.ids))  # noqa: E731
+        feed = self._feed(shards, count, key, ids=ids, start=lambda row: row.start)
+        first = not any(row.start for row in rows)  # nothing but prompts: no cell of the cache has to be read
         window = 0 if first else self._window(max(row.start + len(row.ids) for row in rows))
-        feed, number = jax.device_put((feed, np.asarray(number, np.uint32)), self._rows)
-        feed["key"] = _fold(self.mesh)(key, number)
         self._state = sampler.extend(self.params, self._state, feed, cfg=self.cfg, window=window, mesh=self.mesh)
+
+    def _by_shard(self, rows: Iterable[Row]) -> list[list[Row]]:
+        """The rows of each shard, which names its slots from 0 on."""
+        shards: list[list[Row]] = [[] for _ in range(self.count)]
+        for row in rows:
+            shard, slot = divmod(row.slot, self.slots)
+            source = None if row.source is None else row.source - shard * self.slots
+            shards[shard].append(row._replace(slot=slot, source=source))
+        return shards
+
+    def _feed(self, shards: Sequence[list[Row]], count: int, key: jax.Array, **more) -> dict[str, jax.Array]:
+        """What a call takes, `count` rows for each shard; `more`: columns of it alone, as functions of a row."""
+        padding = Row(slot=self.slots, ids=[], start=0, pending=0, left=0, number=0, source=0)
+        rows = [row for shard in shards for row in shard + [padding] * (count - len(shard))]
+        feed = {
+            "rows": [row.slot for row in rows],
+            "count": [len(row.ids) for row in rows],
+            "pending": [row.pending for row in rows],
+            "left": [row.left for row in rows],
+            **{name: list(map(column, rows)) for name, column in more.items()},
+        }
+        feed = {name: np.asarray(column, np.int32) for name, column in feed.items()}
+        feed, number = jax.device_put((feed, np.asarray([row.number for row in rows], np.uint32)), self._rows)
+        return feed | {"key": _fold(self.mesh)(key, number)}
 
     def decode(self, table: Stops, temperature: jax.Array, steps: int, longest: int) -> dict[str, np.ndarray]:
         """A chunk of `steps`; `longest` is the length of the longest active slot. Returns what `sampler.decode_chunk`
@@ -137,6 +157,10 @@ def token_bucket(tokens: int, cells: int) -> int:
 def rows_of_call(tokens: int, slots: int) -> int:
     """Most rows of a shard in one call."""
     return max(1, min(slots, CALL_TOKENS // tokens))
+
+
+def _longest(shards: Sequence[list[Row]]) -> int:
+    return max(len(row.ids) for shard in shards for row in shard)
 
 
 def _bucket(n: int, smallest: int, largest: int) -> int:

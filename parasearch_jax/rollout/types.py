@@ -37,7 +37,11 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """An executed search: its sub-queries, stripped, non-empty, in order."""
+    """An executed search: its sub-queries, stripped, non-empty, in order.
+
+    Executed means sent. A search that the retriever failed to answer is one too: rewards judge what the policy did, so
+    that an outage neither makes a well-formed turn ill-formed nor gives searches away.
+    """
 
     queries: tuple[str, ...]
     span: Span
@@ -72,7 +76,7 @@ class Episode:
     sample: int = 0  # number of the sample within its question's group
     version: int = 0  # version of the weights that sampled it
     dropped_queries: int = 0  # sub-queries over the protocol's limit, not sent
-    failed_searches: int = 0  # sub-queries whose retriever call failed; the policy saw no document for them
+    failed_searches: int = 0  # sub-queries whose retriever call failed or had no answer in time: no document shown
 
     @property
     def searches(self) -> list[Search]:
@@ -101,8 +105,8 @@ class Episode:
     def from_text(cls, pairs: Iterable[Sequence[str]], protocol="parallel") -> Episode:
         """An episode from stored (source, text) pairs, so that it can be scored again.
 
-        A search counts as executed when a docs segment follows it directly; otherwise its turn is Invalid, as the
-        unexecuted search of a forced final generation is in a rollout.
+        A search counts as executed when a docs segment follows it directly, or the notice that it failed; otherwise its
+        turn is Invalid, as the unexecuted search of a forced final generation is in a rollout.
         """
         from parasearch_jax.protocol import get_protocol
 
@@ -113,7 +117,8 @@ class Episode:
             if segment.source != "policy":
                 continue
             parsed = protocol.parse(segment.text, segment=i)
-            followed = i + 1 < len(segments) and segments[i + 1].source == "docs"
+            reply = segments[i + 1] if i + 1 < len(segments) else Segment("notice", "")
+            followed = reply.source == "docs" or (reply.source, reply.text) == ("notice", protocol.failed())
             if isinstance(parsed.action, Search) and not followed:
                 parsed = dataclasses.replace(parsed, action=Invalid(parsed.action.span))
             actions.append(parsed.action)

@@ -293,10 +293,10 @@ class Odd(Fake):
     """Gives what a retriever must not give."""
 
     async def search(self, queries, k):
-        return {"a1": [], "a2": None, "b1": [[]]}[queries[0]]
+        return {"a1": [], "a2": [[object()]], "b1": [[]]}[queries[0]]
 
 
-def test_failed_searches_cost_an_empty_block(script, start, caplog):
+def test_failed_sub_queries_cost_an_empty_block_and_a_failed_search_brings_a_notice(script, start, caplog):
     async def before(query):
         if query in ("a2", "b1"):
             raise ConnectionError(f"no {query}")
@@ -308,11 +308,17 @@ def test_failed_searches_cost_an_empty_block(script, start, caplog):
     assert [e.failed_searches for e in episodes] == [1, 1, 0]
     assert [e.answer for e in episodes] == ["yes-a", "b", "c"]
     assert episodes[0].segments[2].text == "\n\n<information>Doc 1(Title: t0) a1.</information>\n\n"
-    assert episodes[1].segments[2].text == "\n\n<information></information>\n\n"
-    assert running.pop_stats()["queries/failed"] == 2 and "no a2" in caplog.text
+    assert [s.source for s in episodes[0].segments] == ["prompt", "policy", "docs", "policy"]
+    assert [s.source for s in episodes[1].segments] == ["prompt", "policy", "notice", "policy"]
+    assert episodes[1].segments[2].text == f"\n\n<information>{PROTOCOL.failed_notice}</information>\n\n"
+    assert episodes[1].actions[0].queries == ("b1",)  # it was sent, so it counts
+    stats = running.pop_stats()
+    assert (stats["queries/failed"], stats["searches/failed"]) == (2, 1) and "no a2" in caplog.text
     episodes = play(running, "AB", Odd())
-    assert [e.failed_searches for e in episodes] == [2, 0]  # an empty list of documents is no failure
+    assert [e.failed_searches for e in episodes] == [2, 0]
     assert [e.answer for e in episodes] == ["yes-a", "b"]
+    assert episodes[0].segments[2].text == PROTOCOL.failed()
+    assert episodes[1].segments[2].text == "\n\n<information></information>\n\n"  # nothing found is no failure
 
 
 # ------------------------------------------------------------------------------------------- order, keys, equalities
@@ -506,17 +512,17 @@ def test_close_ends_the_threads(script):
     running.close()
 
 
-def test_an_error_leaves_a_usable_engine(script, start):
+def test_an_error_leaves_a_usable_engine(script, start, monkeypatch):
     """A fault in the middle of a rollout reaches the caller; the next rollout starts from a clean state."""
 
-    class Broken(Fake):
-        async def search(self, queries, k):
-            return [[object()]]  # no document: building the observation fails
+    def broken(*args):
+        raise AttributeError
 
     running = start(script)
     want = [content(e) for e in play(running, "AB")]
-    with pytest.raises(AttributeError):
-        play(running, "FAE", Broken())
+    with monkeypatch.context() as patch, pytest.raises(AttributeError):
+        patch.setattr(engine, "build_observation", broken)
+        play(running, "FAE")
     assert [content(e) for e in play(running, "AB")] == want
 
 

@@ -170,7 +170,12 @@ def compiled_update(mesh, dtype="float32") -> str:
         return make_update(model, cfg, tx).lower(learner.shapes["actor"], batch, row, row, row).compile().as_text()
 
 
-ALONE = r"replica_groups=(\[\d+,1\]|\{\{\d+\}[,}])"  # groups of one device each: [4,1]<=[4] or {{0},{1},{2},{3}}
+def is_alone(line: str) -> bool:
+    """Whether a collective is among one device: groups {{0},{1}}, [2,1]<=[2], or mesh['fsdp'=2,'tp'=1] {'tp'}."""
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        return all(sizes[name] == "1" for name in re.findall(r"'(\w+)'", axes[2]))
+    return bool(re.search(r"replica_groups=(\[\d+,1\]|\{\{\d+\}[,}])", line))
 
 
 def collectives(text: str) -> list[tuple[str, list[tuple[int, ...]], str]]:
@@ -181,7 +186,7 @@ def collectives(text: str) -> list[tuple[str, list[tuple[int, ...]], str]]:
     for line in text.splitlines():
         if head := re.match(r"(ENTRY|%[\w.\-]+) .*\{$", line):
             where = head[1]
-        elif (call := re.search(rf"= (.*?) ({kinds})(-start)?\(", line)) and not re.search(ALONE, line):
+        elif (call := re.search(rf"= (.*?) ({kinds})(-start)?\(", line)) and not is_alone(line):
             shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", call[1])]
             found.append((call[2], shapes, where))
     return found
