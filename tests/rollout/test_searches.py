@@ -83,7 +83,8 @@ def test_each_sub_query_has_its_own_end():
 
     async def main():
         try:
-            found = await search_all(Fake(before), ["hangs", "raises", "fine", "slow", "stubborn"], 2, 5 * SOON)
+            search = search_all(Fake(before), ["hangs", "raises", "fine", "slow", "stubborn"], 2, 5 * SOON)
+            found = await asyncio.wait_for(search, 60)  # or there is no deadline
             await until(lambda: len(asyncio.all_tasks()) == 2, seconds=9)  # this one and the stubborn one
         finally:
             stubborn.set()
