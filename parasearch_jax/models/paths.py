@@ -14,6 +14,7 @@ import jax
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.decoder import DecoderConfig, Params, param_shapes
 from parasearch_jax.models.weights import INDEX, read_json, weight_names
+from parasearch_jax.sharding import rules
 
 ACCEPTED = (
     "Accepted: a directory with config.json and model.safetensors (or its shards and their index), a .gguf file (or a "
@@ -135,8 +136,7 @@ def restore_params(checkpoint: Path, cfg: DecoderConfig, shardings: Any = None) 
         shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _, sharding=shardings: sharding, wanted)
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), wanted, shardings)
-    item = {"actor": {"params": target}}
+    item = {"actor": {"params": rules.with_shardings(wanted, shardings)}}
     how = ocp.checkpoint_utils.construct_restore_args(item)
     with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
         _check_leaves(checkpoint, reader.metadata(folder).item_metadata.tree["actor"]["params"], wanted)

@@ -214,9 +214,9 @@ def _sampling_at(run: Run, mesh: Mesh, depth: int) -> dict[str, float]:
     trainer = rules.placed(decoder.param_shapes(cfg), mesh)
     to_sampler = functools.partial(layout.to_sampler, dtype=cfg.dtype)
     shapes = jax.eval_shape(to_sampler, trainer)
-    params = _placed(shapes, rules.sampler_shardings(shapes, mesh))
+    params = rules.with_shardings(shapes, rules.sampler_shardings(shapes, mesh))
     state = jax.eval_shape(lambda: sampler.init_state(cfg, slots, cells, mesh))
-    state = _placed(state, sampler.state_shardings(cfg, mesh))
+    state = rules.with_shardings(state, sampler.state_shardings(cfg, mesh))
     whole = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))  # noqa: E731
 
     table, temperature = Stops(whole("int32", cfg.vocab_size), whole("int16", STATES, KINDS)), whole("float32")
@@ -241,10 +241,6 @@ def _sampling_at(run: Run, mesh: Mesh, depth: int) -> dict[str, float]:
 def _kind_of_sampling(run: Run, buffer: Buffer) -> str:
     scores = {run.rollout.max_total_tokens, memory.fed(run)[1]} <= set(buffer.shape)
     return "scores" if scores or run.model.vocab_size in buffer.shape else ""
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
 
 
 def _feed(run: Run, mesh: Mesh) -> dict[str, Any]:

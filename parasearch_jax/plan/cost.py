@@ -32,7 +32,6 @@ class Cost:
     flops: dict[str, float]
     decode_bytes: float
     decode_seconds: float  # of one, at the full bandwidth
-    decode_steps: float
     seconds: dict[str, float]
 
     @property
@@ -68,7 +67,7 @@ def cost(run: Run, assumed: Assumptions = ASSUMED) -> Cost:
     read = steps * decode_bytes / device.bytes_per_second
     compute = flops["decode"] / run.mesh.size / device.flops_per_second
     seconds["decode"] = max(read / assumed.bandwidth, compute)
-    return Cost(flops, decode_bytes, decode_bytes / device.bytes_per_second, steps, seconds)
+    return Cost(flops, decode_bytes, decode_bytes / device.bytes_per_second, seconds)
 
 
 def _attention(run: Run, length: float) -> float:

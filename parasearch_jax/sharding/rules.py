@@ -78,8 +78,12 @@ def shardings(shapes: Any, mesh: Mesh, spec_of=spec_of) -> Any:
 
 def placed(shapes: Any, mesh: Mesh) -> Any:
     """The tree as ShapeDtypeStructs with their `shardings`: for lowering, and for what restores into them."""
-    struct = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    return jax.tree.map(struct, shapes, shardings(shapes, mesh))
+    return with_shardings(shapes, shardings(shapes, mesh))
+
+
+def with_shardings(shapes: Any, places: Any) -> Any:
+    """The tree as ShapeDtypeStructs that lie as the tree `places` says."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 
 def sampler_shardings(shapes: Any, mesh: Mesh) -> Any:

@@ -279,14 +279,13 @@ def test_attention_of_a_gpu_is_each_devices_own(monkeypatch, shape):
     monkeypatch.setattr(checks, "check_cudnn_version", lambda *_: 91000)
     monkeypatch.setattr(checks, "check_compute_capability", lambda *_: True)
     cfg, mesh = dataclasses.replace(SMALL_BF16, attention="cudnn"), mesh_of(*shape)
-    place = lambda tree, shardings: jax.tree.map(lambda x, s: x.update(sharding=s), tree, shardings)  # noqa: E731
     params = jax.eval_shape(lambda: layout.to_sampler(decoder.init(cfg, jax.random.key(0)), cfg.dtype))
     state = jax.eval_shape(lambda: sampler.init_state(cfg, 8, 128, mesh))
     row = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, rules.ROWS))
     ids, key = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=row.sharding), state.key.update(sharding=row.sharding)
     feed = {**dict.fromkeys(("rows", "count", "start", "pending", "left"), row), "ids": ids, "key": key}
-    state = place(state, sampler.state_shardings(cfg, mesh))
-    params = place(params, rules.sampler_shardings(params, mesh))
+    state = rules.with_shardings(state, sampler.state_shardings(cfg, mesh))
+    params = rules.with_shardings(params, rules.sampler_shardings(params, mesh))
     text = sampler.extend.trace(params, state, feed, cfg=cfg, window=0, mesh=mesh).lower(lowering_platforms=("cuda",))
     assert ("fmha" in text.as_text()) == (shape[1] == 1) and "Partitioning" not in text.as_text()
 

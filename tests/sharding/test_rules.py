@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from parasearch_jax.checkpoint import leaves_by_path
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import decoder
 from parasearch_jax.models.shapes import SHAPES
@@ -27,20 +28,16 @@ def state_of(mesh, mu_dtype="float32"):
     return make_learner(CFG, PPO, UpdateConfig(), optimizer, optimizer, mesh).shapes
 
 
-def names(tree) -> dict:
-    return {rules._name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 @pytest.mark.parametrize("fsdp, tp", [(4, 1), (2, 2), (1, 4)])
 def test_every_matrix_and_its_moments_are_split_over_all_devices(fsdp, tp):
-    for name, leaf in names(state_of(make_mesh(MeshConfig(fsdp, tp)))).items():
+    for name, leaf in leaves_by_path(state_of(make_mesh(MeshConfig(fsdp, tp)))).items():
         part = np.prod(leaf.sharding.shard_shape(leaf.shape))
         whole = ("scale", "bias", "count", "step", "skipped", "value/kernel")
         assert name.endswith(whole) or part * fsdp * tp == np.prod(leaf.shape), name
 
 
 def test_moments_lie_as_their_parameter_does():
-    leaves = names(state_of(make_mesh(MeshConfig(2, 2))))
+    leaves = leaves_by_path(state_of(make_mesh(MeshConfig(2, 2))))
     moments = [name for name in leaves if "/mu/" in name or "/nu/" in name]
     assert len(moments) == 2 * sum("/params/" in name for name in leaves)
     for name in moments:
@@ -62,7 +59,7 @@ def test_bytes_of_the_7b_state():
 def test_sampler_layout_is_replicated_over_fsdp_and_split_over_tp():
     mesh = make_mesh(MeshConfig(2, 2))
     shapes = jax.eval_shape(to_sampler, decoder.param_shapes(CFG))
-    leaves = names(rules.sampler_shardings(shapes, mesh))
+    leaves = leaves_by_path(rules.sampler_shardings(shapes, mesh))
     assert all("fsdp" not in tuple(leaf.spec) for leaf in leaves.values())
     assert leaves["layers/27/attn/q"].spec == P(None, "tp", None)
     assert leaves["layers/0/mlp/down"].spec == P("tp", None)
