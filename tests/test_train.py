@@ -70,6 +70,7 @@ def test_metrics_have_a_line_a_step(run):
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["gap_max"] < 1e-4 and line["ess"] > 0.999  # sampler and trainer are the same policy
+        assert 0 <= line["sync_probe"] < 1e-4  # and were asked behind the sync
         assert abs(line["ratio_mean"] - 1) < 1e-5 and line["clip_fraction"] == 0
         total = sum(line[f"reward/{part}"] for part in ("outcome", "decomposition", "search_count", "format"))
         assert line["reward/total"] == pytest.approx(total, abs=1e-6)
