@@ -11,6 +11,7 @@ from ml_collections import config_flags
 sys.path.insert(0, str(Path(__file__).parent / "configs"))  # configurations import `common`
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.programs import keep_programs
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:args]; any leaf: --config.train.steps=10")
 WORKDIR = flags.DEFINE_string(
@@ -39,6 +40,7 @@ def main(argv: list[str]) -> None:
     except OSError as error:  # ml_collections keeps the failure to load a file until the first use
         raise UserError(" ".join(str(error).split())) from error
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
+    keep_programs()
     from parasearch_jax import hosts, plan  # imports JAX: not before the flags are known to be right
     from parasearch_jax.train import train
 

@@ -142,8 +142,7 @@ def _decode(sizes: Sizes, card: Card, cfg: DecoderConfig, until: float) -> dict:
     state = dataclasses.replace(state, cache=cache)
     read = decode_step_bytes(plan_run(cfg, sizes, sizes.rows))
     table = Stops(jnp.zeros(cfg.vocab_size, jnp.int32), jnp.zeros((2, 1), jnp.int16))  # no token ends a turn
-    temperature = jnp.float32(1)
-    settings = {"cfg": cfg, "steps": sizes.steps, "window": sizes.window, "mesh": mesh}
+    settings = {"cfg": cfg, "steps": sizes.steps, "window": sizes.window, "truncated": False, "mesh": mesh}
 
     def once():
         """A chunk that ends with the window full; the state is donated, so it goes round."""
@@ -151,7 +150,7 @@ def _decode(sizes: Sizes, card: Card, cfg: DecoderConfig, until: float) -> dict:
         fresh = lambda value: jnp.full(sizes.slots, value)  # noqa: E731
         start = fresh(jnp.int32(sizes.window - sizes.steps))
         state = dataclasses.replace(state, length=start, left=fresh(jnp.int32(sizes.cells)), active=fresh(True))
-        state, out = sampler.decode_chunk(params, state, table, temperature, **settings)
+        state, out = sampler.decode_chunk(params, state, table, **settings)
         return out
 
     row = measure(once, until, sizes.repeats, per=sizes.steps)

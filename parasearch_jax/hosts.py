@@ -171,6 +171,11 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def is_alone() -> bool:
+    """Whether no other host takes part."""
+    return jax.process_count() == 1
+
+
 def share(items: Sequence[T]) -> Sequence[T]:
     """This process's part: contiguous, in process order, sizes differing by one at most."""
     n, i, count = len(items), jax.process_index(), jax.process_count()

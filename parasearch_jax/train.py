@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,9 @@ from parasearch_jax.retrieval import open_retriever
 from parasearch_jax.rl.learner import AlgorithmConfig, make_learner
 from parasearch_jax.rl.optim import OptimConfig
 from parasearch_jax.rl.update import UpdateConfig
-from parasearch_jax.rollout import Engine, Episode, RolloutConfig
+from parasearch_jax.rollout import Engine, RolloutConfig
 from parasearch_jax.rollout.probe import make_probe
+from parasearch_jax.scoring import Scorer, reward_metrics
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 from parasearch_jax.workdir import Workdir, params_sha256
 from parasearch_jax.writers import Console, results_table
@@ -83,6 +83,7 @@ def train(
         learner = make_learner(model.config, algorithm, updates, optimizer, critic_optimizer, mesh)
         reference = learner.reference(model.params) if steps and (updates.kl_coef or algorithm.reward_kl) else None
         engine = Engine(model, rollout, seed=config.seed, mesh=mesh)
+        console.print(engine.shards.sizes.describe())
         probe = make_probe(model.config, mesh)
         stack.callback(engine.close)
 
@@ -114,18 +115,20 @@ def train(
             for step in dict.fromkeys((0, start)):
                 evaluate_due(step)
             for step in _profiled(range(start + 1, steps + 1), profile, work.path):
-                # ---- Rollout: groups of episodes of one question, with the weights of the last sync.
+                # ---- Rollout: groups of episodes of one question, with the weights of the last sync. A group that has
+                # ended is scored and made into rows while others decode.
+                drawn = draw(questions, config.seed, step - 1, algorithm.questions)
+                scorer = Scorer(reward, drawn, algorithm.samples, memory)
                 with sigterm.interrupts(), timer("rollout"):
-                    drawn = draw(questions, config.seed, step - 1, algorithm.questions)
                     sampling = {"samples": algorithm.samples, "temperature": algorithm.temperature, "step": step}
+                    sampling["on_group"] = scorer if hosts.is_alone() else None
                     episodes = hosts.spread(lambda qs: engine.rollout(qs, protocol, retriever, **sampling), drawn)  # noqa: B023
 
-                # ---- Reward, batch.
+                # ---- What is left of rewards, batch.
                 with timer("reward"):
-                    score = functools.partial(score_groups, reward, drawn, episodes, algorithm.samples, memory)
-                    scored = hosts.from_first(score)
-                    rows = updates.micro_rows * algorithm.updates
-                    host_batch = rl.build_batch(episodes, scored, tuple(config.train.buckets), rows=rows)
+                    scored, host_rows = scorer.finish(episodes)
+                    multiple = updates.micro_rows * algorithm.updates
+                    host_batch = rl.stack_rows(host_rows, tuple(config.train.buckets), multiple=multiple)
                     batch = rl.put_batch(host_batch, mesh)
 
                 # ---- Score: log-probs of the weights that the update starts from and of the reference; PPO: values.
@@ -238,30 +241,6 @@ def draw(questions: Sequence[Question], seed: int, step: int, count: int) -> lis
             orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(questions))
         out.append(questions[orders[epoch][i]])
     return out
-
-
-def score_groups(
-    reward: rewards.Reward, questions: Sequence[Question], episodes: Sequence[Episode], samples: int, memory: dict
-) -> list[tuple[dict[str, float], list[tuple[int, float]]]]:
-    """(parts, steps) of every episode; `episodes` holds `samples` of each question in turn.
-
-    `memory` belongs to group rewards, over the whole run.
-    """
-    scored = []
-    for i, question in enumerate(questions):
-        group = episodes[i * samples : (i + 1) * samples]
-        scored += reward.score_group(group, question, memory)
-    return scored
-
-
-def reward_metrics(scored: Sequence[tuple[dict[str, float], Any]], batch: rl.Batch) -> dict[str, float]:
-    """Means of the parts and of the total, and the share of groups in which all totals are equal (no gradient)."""
-    names = list(dict.fromkeys(name for parts, _ in scored for name in parts))
-    out = {f"reward/{name}": float(np.mean([parts.get(name, 0.0) for parts, _ in scored])) for name in names}
-    totals = np.asarray(batch.rewards).sum(-1)[: len(scored)]
-    groups = np.asarray(batch.group)[: len(scored)]
-    flat = [np.ptp(totals[groups == g]) == 0 for g in np.unique(groups)]
-    return out | {"reward/total": float(totals.mean()), "rollout/groups_without_spread": float(np.mean(flat))}
 
 
 def engine_metrics(engine: Engine, seconds: dict[str, float]) -> dict[str, float]:

@@ -23,6 +23,8 @@ def test_cuda_takes_the_same_packages_but_jax_and_faiss():
 def test_extras_are_those_of_the_files():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["dev"] == list(requirements("requirements-dev.txt").values())
+    assert extras["serve"] == list(requirements("requirements-serve.txt").values())
+    assert set(extras["serve"]) < set(extras["dev"])  # so that the tests of serving run
     assert extras["cuda12"] == [requirements("requirements-cuda12.txt")["jax"]]
 
 

@@ -146,6 +146,9 @@ def test_cost_of_7b(base):
     assert found.flops["update of the critic"] == pytest.approx(4 * forward - down, rel=1e-6)
     seconds = found.flops["update"] / (8 * 989e12 * 0.4)
     assert found.seconds["update"] == pytest.approx(seconds)
+    five = dataclasses.replace(base, algorithm=dataclasses.replace(base.algorithm, samples=5))
+    fed = 512 * (0.1 + 5 * 0.4) * 2048  # the prompt of a question once, documents for each sample
+    assert cost(five).flops["prefill"] == pytest.approx(2 * matrices * fed + 5 * attention / 4, rel=1e-6)
     slower = cost(dataclasses.replace(base, device=find_device("A100")))
     assert slower.seconds["update"] == pytest.approx(seconds * 989 / 312)
 

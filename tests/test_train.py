@@ -3,6 +3,7 @@ the same run when repeated."""
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import jax
@@ -110,11 +111,14 @@ def test_the_same_run_gives_the_same_weights_bit_for_bit(run, tmp_path):
 
 
 def test_a_reward_function_of_ones_own(tmp_path):
+    threads = set()
+
     def short(episode, question):
+        threads.add(threading.current_thread().name)
         return {"turns": -0.1 * episode.turns}
 
     results = training.train(small(tmp_path, **{"train.steps": 1}), reward_fn=short, workdir=tmp_path / "work")
-    assert results["method"] == "short"
+    assert results["method"] == "short" and {name.split("_")[0] for name in threads} == {"groups"}  # during the rollout
     (line,) = read_metrics(tmp_path / "work")
     assert line["reward/turns"] == pytest.approx(-0.1 * line["rollout/turns"])
     assert line["reward/total"] == pytest.approx(line["reward/turns"])

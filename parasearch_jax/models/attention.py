@@ -33,20 +33,9 @@ _FEW = 16  # queries of a block in `_causal_blocks`
 
 
 def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """A scan over blocks of queries, each against all keys. Keeps q, k, v and the output, as cuDNN does, and the scores
-    of one block: fp32 [B,N,_FEW,T]."""
-    B, T, N, H = q.shape
-    padded = jnp.pad(q, ((0, 0), (0, -T % _FEW), (0, 0), (0, 0)))
-    blocks = jnp.moveaxis(padded.reshape(B, -1, _FEW, N, H), 1, 0)
-    positions = jnp.arange(padded.shape[1]).reshape(-1, _FEW)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def step(_, block):
-        q, positions = block
-        return None, _attend_many(q, k, v, jnp.arange(T) <= positions[None, :, None])
-
-    _, out = jax.lax.scan(step, None, (blocks, positions))
-    return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, H)[:, :T]
+    """Keeps q, k, v and the output, as cuDNN does, and the scores of one block of queries: fp32 [B,N,_FEW,T]."""
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+    return _attend_many(q, k.swapaxes(1, 2), v.swapaxes(1, 2), positions, _FEW)
 
 
 # --------------------------------------------------------------------------------------------------- XLA, by blocks
@@ -141,38 +130,57 @@ _causal_xla.defvjp(_causal_forward, _causal_backward)
 
 # ------------------------------------------------------------------------------------------------------ over a cache
 
+# Queries of a block on a CPU: their scores stay in its cache. A layer of shape S (benchmarks/peers.py) with 512 tokens
+# against 1,024 cells takes 7 ms on one core so, and 38 ms with all scores at one time, most of it for new pages.
+_FED = 32
 
-def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, q_positions: jax.Array) -> jax.Array:
+
+def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, q_positions: jax.Array, kind: str = "auto") -> jax.Array:
     """A query at position p attends to the cells 0..p of its row; softmax in fp32.
 
-    Args: q [R,T,N,H]; k, v [R,S,K,H] (the cache, the new cells already written); q_positions int32 [R,T].
-    Returns [R,T,N,H] in q's dtype.
+    Args: q [R,T,N,H]; k, v [R,K,S,H] (the cache, the new cells already written); q_positions int32 [R,T]; `kind` as in
+    `causal_attention`: "blocks", as GPUs do it. Returns [R,T,N,H] in q's dtype.
 
     What the cells right of p hold does not matter, not even NaN. Give padding queries and idle rows position -1: they
     see nothing and their output, though meaningless, is finite. (A padding query placed at p would declare 0..p used.)
     `is_causal` of `jax.nn.dot_product_attention` is no help here: it aligns query 0 with cell 0.
     """
-    seen = jnp.arange(k.shape[1]) <= q_positions[..., None]  # [R,T,S]
     # A weight of 0 does not silence a NaN (0 * NaN = NaN), so values of cells that nobody sees become 0.
-    v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
-    attend = _attend_one if q.shape[1] == 1 else _attend_many
-    return attend(q, k, v, seen)
+    used = jnp.arange(k.shape[2]) <= q_positions.max(axis=1)[:, None]  # [R,S]
+    v = jnp.where(used[:, None, :, None], v, 0)
+    if q.shape[1] == 1:
+        return _attend_one(q, k, v, used)
+    cpu = jax.default_backend() == "cpu" and kind != "blocks"
+    return _attend_many(q, k, v, q_positions, _FED if cpu else q.shape[1])
 
 
-def _attend_many(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    R, T, N, H = q.shape
-    q_grouped = q.reshape(R, T, k.shape[2], -1, H)
-    scores = jnp.einsum("rtkgh,rskh->rkgts", q_grouped, k, preferred_element_type=jnp.float32) * H**-0.5
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
-    return jnp.einsum("rkgts,rskh->rtkgh", weights, v).reshape(R, T, N, H)
+def _attend_many(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, block: int) -> jax.Array:
+    """A scan over blocks of queries, each against all cells: the scores of one block exist, fp32 [R,K,block G,S]."""
+    T, K, G = q.shape[1], k.shape[1], q.shape[2] // k.shape[1]
+    blocks = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)  # noqa: E731
+    short = -T % block
+    q = jnp.pad(q, ((0, 0), (0, short), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, short)), constant_values=-1)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(_, block):
+        q, positions = block
+        seen = jnp.arange(k.shape[2]) <= jnp.repeat(positions, G, axis=1)[:, None, :, None]
+        scores = _product(_rows(q, K), k.swapaxes(-1, -2)) * q.shape[-1] ** -0.5
+        scores = jnp.where(seen, scores, _MASKED)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = _product(weights.astype(v.dtype), v) / weights.sum(-1, keepdims=True)
+        return None, _unrows(out, q.shape[1]).astype(q.dtype)
+
+    _, out = jax.lax.scan(step, None, (blocks(q), blocks(positions)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)[:, :T]
 
 
 def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """T == 1 as multiply-and-reduce: XLA fuses it into one pass over the cache, where a batched dot of G rows pays more
-    for its set-up than for its arithmetic (two cores, R 128, S 192, N 4, K 2, H 32, in a scan with the cache update:
-    0.70 ms a step against 0.96 for the dots and for jax.nn.dot_product_attention)."""
+    """T == 1 as multiply-and-reduce, which XLA on CPU shares out among its threads; a batched dot runs matrix by matrix
+    on one, and gains nothing for it (32 rows of shape S, 384 cells, one core: a decode step of 29 ms against 30)."""
     R, _, N, H = q.shape
-    q_grouped = q.reshape(R, 1, k.shape[2], -1, H).astype(jnp.float32)
-    scores = (q_grouped * k[:, :, :, None]).sum(axis=-1) * H**-0.5  # [R,S,K,G]
-    weights = jax.nn.softmax(jnp.where(seen[:, 0, :, None, None], scores, _MASKED), axis=1)
-    return (weights[..., None] * v[:, :, :, None]).sum(axis=1).reshape(R, 1, N, H).astype(q.dtype)
+    q_grouped = q.reshape(R, k.shape[1], -1, 1, H).astype(jnp.float32)
+    scores = (q_grouped * k[:, :, None]).sum(axis=-1) * H**-0.5  # [R,K,G,S]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED), axis=-1)
+    return (weights[..., None] * v[:, :, None]).sum(axis=3).reshape(R, 1, N, H).astype(q.dtype)

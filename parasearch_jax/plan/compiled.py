@@ -219,11 +219,11 @@ def _sampling_at(run: Run, mesh: Mesh, depth: int) -> dict[str, float]:
     state = rules.with_shardings(state, sampler.state_shardings(cfg, mesh))
     whole = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))  # noqa: E731
 
-    table, temperature = Stops(whole("int32", cfg.vocab_size), whole("int16", STATES, KINDS)), whole("float32")
+    table, key = Stops(whole("int32", cfg.vocab_size), whole("int16", STATES, KINDS)), whole(jax.random.key(0).dtype)
     static = {"cfg": cfg, "window": cells, "mesh": mesh}
     steps = run.rollout.chunk
-    decode = compile_program(sampler.decode_chunk.lower(params, state, table, temperature, steps=steps, **static))
-    extend = compile_program(sampler.extend.lower(params, state, _feed(run, mesh), **static))
+    decode = compile_program(sampler.decode_chunk.lower(params, state, table, steps=steps, truncated=False, **static))
+    extend = compile_program(sampler.extend.lower(params, state, _feed(run, mesh), key, **static))
     out = rules.sampler_shardings(shapes, mesh)
     sync = compile_program(jax.jit(to_sampler, out_shardings=out).lower(trainer))
 
@@ -248,9 +248,9 @@ def _feed(run: Run, mesh: Mesh) -> dict[str, Any]:
     count, tokens = memory.fed(run)
     count *= run.mesh.fsdp
     array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, rules.ROWS))
-    rows, key = array((count,), jnp.int32), array((count,), jax.random.key(0).dtype)
     return {
-        **dict.fromkeys(("rows", "count", "start", "pending", "left"), rows),
+        **dict.fromkeys(("rows", "count", "start", "pending", "left", "top_k"), array((count,), jnp.int32)),
+        **dict.fromkeys(("temperature", "top_p"), array((count,), jnp.float32)),
+        "number": array((count,), jnp.uint32),
         "ids": array((count, tokens), jnp.int32),
-        "key": key,
     }

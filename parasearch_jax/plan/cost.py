@@ -17,6 +17,7 @@ class Assumptions:
 
     length: float = 0.5  # tokens of a mean episode, as a share of rollout.max_total_tokens
     sampled: float = 0.5  # of them by the policy, the rest prompt and documents
+    prompt: float = 0.1  # of them the prompt, which is fed once for all samples of a question
     occupancy: float = 0.7  # of the slots, over the decode steps
     flops: float = 0.4  # of a device's peak, in training, scoring and prefill
     bandwidth: float = 0.6  # of a device's peak, in decode steps
@@ -49,7 +50,9 @@ def cost(run: Run, assumed: Assumptions = ASSUMED) -> Cost:
     sampled = run.episodes * length * assumed.sampled
     steps = sampled / run.rollout.slots / assumed.occupancy
     flops["decode"] = 2 * (layers + head) * steps * run.rollout.slots
-    flops["prefill"] = 2 * layers * (run.episodes * length - sampled) + run.episodes * _attention(run, length)
+    copied = (run.episodes - run.algorithm.questions) * length * assumed.prompt
+    fed = run.episodes * length - sampled - copied
+    flops["prefill"] = 2 * layers * fed + run.episodes * _attention(run, length)
 
     # ---- Score, update: rows are padded to their bucket.
     backbone = 2 * layers * run.rows * run.tokens + run.rows * _attention(run, run.tokens)

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from parasearch_jax.plan.run import Run
-from parasearch_jax.rollout.shards import rows_of_call, token_bucket
+from parasearch_jax.rollout.sizes import Sizes
 
 PHASES = ("rollout", "score", "update", "sync")
 
@@ -195,6 +195,7 @@ def _rollout(run: Run, slots: float) -> dict[str, float]:
 
 
 def fed(run: Run) -> tuple[int, int]:
-    """Rows of a device and their tokens in the largest call of `extend`: observations, in their bucket."""
-    tokens = token_bucket(run.rollout.observation_tokens, run.rollout.max_total_tokens)
-    return rows_of_call(tokens, run.rollout.slots // run.mesh.fsdp), tokens
+    """Rows of a device and their tokens in the largest call of `extend`: observations."""
+    limits = run.rollout
+    sizes = Sizes(limits.slots // run.mesh.fsdp, limits.max_total_tokens, limits.observation_tokens)
+    return sizes.rows(sizes.lengths[-1]), sizes.lengths[-1]

@@ -173,7 +173,8 @@ def _time(run: Run) -> Iterator[str | rich.table.Table]:
     yield f"{run.steps:,} steps of {step} seconds: {_number(hours)} hours, without evaluation and saving."
     yield f"A decode step with the cache full reads {read} GB a device: {ms} ms at {rate}."
     yield f"Assumed: {a.flops:.0%} of {peak}, {a.bandwidth:.0%} of the bandwidth in decode steps, episodes of {tokens}"
-    yield f"in the mean, {a.sampled:.0%} of them sampled, {a.occupancy:.0%} of the slots busy, searches in no time."
+    yield f"in the mean, {a.sampled:.0%} of them sampled, {a.prompt:.0%} prompt (fed once a question),"
+    yield f"{a.occupancy:.0%} of the slots busy, searches in no time."
     yield "Another device: --config.machine.device=H200"
 
 

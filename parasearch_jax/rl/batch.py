@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +45,33 @@ class Batch:
     version: jax.Array
 
 
+class Row(NamedTuple):
+    """An episode and its reward, as a row of a batch has them: arrays [n] of its own length n."""
+
+    name: str  # for messages
+    question_id: str
+    version: int
+    ids: np.ndarray  # int32; this and the next three as in Batch
+    policy_mask: np.ndarray  # float32
+    logprobs: np.ndarray  # float32
+    rewards: np.ndarray  # float32
+
+
+def make_row(episode: Episode, reward: Reward) -> Row:
+    """The row of an episode with the reward (parts, steps). Without policy tokens its mask is 0.
+
+    Raises ValueError for an episode that cannot be trained on as it is: no ids, lists of unequal length, no question
+    id, a reward that is not finite.
+    """
+    name = f"the episode of question {episode.question_id!r}, sample {episode.sample},"
+    ids, mask, logprobs, ends = _flatten(name, episode)
+    rewards = np.zeros(len(ids), np.float32)
+    for t, value in _placed(name, episode, reward, mask, ends):
+        rewards[t] += value
+    columns = np.asarray(ids, np.int32), np.asarray(mask, np.float32), np.asarray(logprobs, np.float32)
+    return Row(name, _question_id(name, episode), episode.version, *columns, rewards)
+
+
 def build_batch(
     episodes: Sequence[Episode],
     rewards: Sequence[Reward],
@@ -51,29 +79,29 @@ def build_batch(
     pad_id: int = 0,
     rows: int = 1,
 ) -> Batch:
-    """Episodes and their rewards as a batch of numpy arrays, one row an episode, in the order given.
+    """Episodes and their rewards as a batch; errors of `make_row`, the rest as in `stack_rows`."""
+    made = [make_row(*pair) for pair in zip(episodes, rewards, strict=True)]
+    return stack_rows(made, buckets, pad_id, rows)
 
-    T is the smallest of `buckets` that holds the longest episode; B is filled up to a multiple of `rows` with rows of
-    mask 0. `rewards[i]` is (parts, steps) of episode i. An episode without policy tokens becomes a row of mask 0.
-    Raises UserError for an episode longer than every bucket (nothing is cut), ValueError for an episode that cannot be
-    trained on as it is: no ids, lists of unequal length, no question id, a reward that is not finite.
+
+def stack_rows(rows: Sequence[Row], buckets: tuple[int, ...], pad_id: int = 0, multiple: int = 1) -> Batch:
+    """Rows as a batch of numpy arrays, in the order given.
+
+    T is the smallest of `buckets` that holds the longest row; B is filled up to a multiple of `multiple` with rows of
+    mask 0. Raises UserError for a row longer than every bucket (nothing is cut).
     """
-    if not episodes:
-        raise ValueError("build_batch got 0 episodes: a batch needs at least one")
-    names = [f"episode {i} (question {e.question_id!r}, sample {e.sample})" for i, e in enumerate(episodes)]
-    T = _bucket(names, [e.length() for e in episodes], buckets)
-    B = math.ceil(len(episodes) / rows) * rows
-    batch = _blank(B, T, pad_id)
+    if not rows:
+        raise ValueError("a batch of 0 episodes: it needs at least one")
+    T = _bucket(rows, buckets)
+    batch = _blank(math.ceil(len(rows) / multiple) * multiple, T, pad_id)
     groups: dict[str, int] = {}
-    for b, (name, episode, reward) in enumerate(zip(names, episodes, rewards, strict=True)):
-        ids, mask, logprobs, ends = _flatten(name, episode)
-        n = len(ids)
-        batch.ids[b, :n], batch.policy_mask[b, :n], batch.logprobs[b, :n] = ids, mask, logprobs
-        for t, value in _placed(name, episode, reward, mask, ends):
-            batch.rewards[b, t] += value
-        batch.lengths[b], batch.version[b] = n, episode.version
-        batch.group[b] = groups.setdefault(_question_id(name, episode), len(groups))
-    batch.group[len(episodes) :] = len(groups)  # fits: there is such a row only if B > episodes >= groups
+    for b, row in enumerate(rows):
+        n = len(row.ids)
+        for name in ("ids", "policy_mask", "logprobs", "rewards"):
+            getattr(batch, name)[b, :n] = getattr(row, name)
+        batch.lengths[b], batch.version[b] = n, row.version
+        batch.group[b] = groups.setdefault(row.question_id, len(groups))
+    batch.group[len(rows) :] = len(groups)  # fits: there is such a row only if B > rows >= groups
     return batch
 
 
@@ -91,12 +119,12 @@ def response_mask(batch: Batch) -> jax.Array:
     return begun * (batch.positions < batch.lengths[:, None])
 
 
-def _bucket(names: list[str], lengths: list[int], buckets: tuple[int, ...]) -> int:
-    longest = int(np.argmax(lengths))
-    fitting = [size for size in buckets if size >= lengths[longest]]
+def _bucket(rows: Sequence[Row], buckets: tuple[int, ...]) -> int:
+    longest = max(rows, key=lambda row: len(row.ids))
+    fitting = [size for size in buckets if size >= len(longest.ids)]
     if not fitting:
         raise UserError(
-            f"{names[longest]} has {lengths[longest]} tokens, the largest bucket holds {max(buckets, default=0)}: "
+            f"{longest.name} has {len(longest.ids)} tokens, the largest bucket holds {max(buckets, default=0)}: "
             "add a larger bucket or lower the rollout's token budget (episodes are never cut)"
         )
     return min(fitting)

@@ -4,8 +4,9 @@ Axes: L layers, S slots, C cells of a slot, K kv-heads, H head dim, R rows of a 
 
 Left-aligned per slot: the key of token t lies in cell t. There are no holes, so roll-back is a shorter length,
 documents are appended like prompts, and what lies right of the length is garbage that nothing reads. One array per
-layer: a stacked cache would be copied at every step of a loop. On a mesh slots lie over 'fsdp' and heads over 'tp'
-(rules.CACHE); the functions here see the slots of one shard.
+layer: a stacked cache would be copied at every step of a loop. Heads stand in front of cells, so that the cells of a
+head are one matrix, as products want it. On a mesh slots lie over 'fsdp' and heads over 'tp' (rules.CACHE); the
+functions here see the slots of one shard.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from parasearch_jax.models.attention import cached_attention, causal_attention
 from parasearch_jax.models.decoder import DecoderConfig
 from parasearch_jax.sharding import rules
 
-Cache = dict[str, tuple[jax.Array, ...]]  # {"k", "v"}: L arrays [S,C,K,H]
+Cache = dict[str, tuple[jax.Array, ...]]  # {"k", "v"}: L arrays [S,K,C,H]
 _SHARD = rules.gathered(rules.CACHE)
 
 
 def init_cache(cfg: DecoderConfig, slots: int, cells: int) -> Cache:
     """Zeros, not uninitialised memory: garbage may be any number but costs less to reason about when it is 0."""
-    shape = (slots, cells, cfg.num_kv_heads, cfg.head_dim)
+    shape = (slots, cfg.num_kv_heads, cells, cfg.head_dim)
     layer = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.num_layers))  # noqa: E731
     return {"k": layer(), "v": layer()}
 
 
 def write(cells: jax.Array, rows: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    """cells [S,C,K,H] with new [R,T,K,H] at (rows[r], positions[r,t]); a position of -1 or beyond C is dropped."""
-    positions = jnp.where(positions < 0, cells.shape[1], positions)
-    return cells.at[rows[:, None], positions].set(new.astype(cells.dtype), mode="drop")
+    """cells [S,K,C,H] with new [R,T,K,H] at (rows[r], positions[r,t]); a position of -1 or beyond C is dropped."""
+    positions = jnp.where(positions < 0, cells.shape[2], positions)
+    return cells.at[rows[:, None], :, positions].set(new.astype(cells.dtype), mode="drop")
 
 
 def copy(cache: Cache, source: jax.Array, target: jax.Array, n: int) -> Cache:
     """The first n cells of slots source [R] in slots target [R] too; a target of S or more is dropped."""
 
     def layer(cells: jax.Array) -> jax.Array:
-        return rules.constrain(cells.at[target, :n].set(cells[source, :n], mode="drop"), _SHARD)
+        return rules.constrain(cells.at[target, :, :n].set(cells[source, :, :n], mode="drop"), _SHARD)
 
     return {name: tuple(map(layer, layers)) for name, layers in cache.items()}
 
@@ -65,8 +66,8 @@ class Attend:
             self.cache[name] = tuple(layers)
             if not self.window:
                 continue
-            cells = layers[layer][:, : self.window]
+            cells = layers[layer][:, :, : self.window]
             read[name] = cells if self.rows is None else cells.at[rows].get(mode="fill", fill_value=0)
         if not self.window:
             return causal_attention(q, k, v, self.kind)
-        return cached_attention(q, read["k"], read["v"], self.positions)
+        return cached_attention(q, read["k"], read["v"], self.positions, self.kind)

@@ -5,8 +5,8 @@ On device a turn's state moves by a look-up a token, and the turn ends in the st
 tokens, end inside one, or share one with another tag; the token that completes it is kept whole.
 
     states      node of the Aho-Corasick tree of the tags x which tags are open, e.g. "</sea" with <search> open
-    kinds       tokens that move every state alike: most hold no part of a tag. SmolLM2's 49,152 tokens are 39 kinds, so
-                that 109 states take 0.2 MB, and not the 10.7 MB of a table [states, V]
+    kinds       tokens that move every state alike: most hold no part of a tag. Qwen2.5's 151,643 tokens are 45 kinds,
+                so that 109 states take 0.6 MB, and not the 33 MB of a table [states, V]
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ RULES = (
     (r"count|step|skipped", P()),
 )
 ROWS = P("fsdp")  # the first axis of batches, slots and what belongs to them
-CACHE = P("fsdp", None, "tp", None)  # a layer's keys or values [S,C,K,H]
+CACHE = P("fsdp", "tp", None, None)  # a layer's keys or values [S,K,C,H]
 _LAYER = re.compile(r"layers/\d+/")  # the sampler's layers are a tuple
 
 

@@ -167,7 +167,7 @@ def test_cached_attention_equals_causal(first, T):
     q, k, v = attention_inputs()
     expected = causal_attention(q, k, v)[:, first : first + T]
     positions = jnp.broadcast_to(jnp.arange(first, first + T), (3, T))
-    ours = cached_attention(q[:, first : first + T], k, v, positions)
+    ours = cached_attention(q[:, first : first + T], k.swapaxes(1, 2), v.swapaxes(1, 2), positions)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -176,8 +176,9 @@ def test_cached_attention_equals_causal(first, T):
 def test_garbage_in_unused_cells_is_harmless(T, garbage):
     """Rows of different lengths; the last row is idle (position -1: sees nothing) and must stay finite."""
     q, k, v = attention_inputs()
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     positions = jnp.array([[2, 3], [6, 7], [-1, -1]])[:, -T:]
-    unused = jnp.arange(10)[None, :, None, None] > positions[:, -1][:, None, None, None]
+    unused = jnp.arange(10)[:, None] > positions[:, -1][:, None, None, None]
     clean = cached_attention(q[:, :T], jnp.where(unused, 0, k), jnp.where(unused, 0, v), positions)
     dirty = cached_attention(q[:, :T], jnp.where(unused, garbage, k), jnp.where(unused, garbage, v), positions)
     np.testing.assert_array_equal(clean[:2], dirty[:2])

@@ -1,7 +1,5 @@
 """A tiny real decoder, and episodes made of random ids, shared by the tests of rl/."""
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -9,18 +7,6 @@ import pytest
 from parasearch_jax.models import decoder
 from parasearch_jax.rl.batch import build_batch
 from parasearch_jax.rollout.types import Episode, Segment
-
-GOLDEN = Path(__file__).parents[2].parent / "shared" / "golden" / "ppo_core.npz"
-
-
-@pytest.fixture(scope="session", params=["a", "b"])
-def golden(request):
-    """The arrays of one of the two cases in the golden file, as {name: array}."""
-    if not GOLDEN.exists():
-        pytest.skip(f"{GOLDEN} is not there: the golden files are handed out next to the repository")
-    with np.load(GOLDEN) as arrays:
-        prefix = request.param + "_"
-        return {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
 
 
 @pytest.fixture(scope="session")

@@ -3,98 +3,19 @@
 import asyncio
 import logging
 import threading
-import zlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import LOOP, PROTOCOL, Fake, drawn_questions, random_model, scripted_model, until
+from cases import LIMITS, SCRIPTS, SHORT, TOTAL, ask, check, content, play, random_questions
+from plain import ids, sequential
+from scripted import PROTOCOL, Fake, random_model, until
 
-from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
-from parasearch_jax.models import decoder
 from parasearch_jax.protocol import get_protocol
-from parasearch_jax.rollout import Answer, Engine, Episode, Invalid, Search, engine, sampler
+from parasearch_jax.rollout import Answer, Engine, Invalid, Search, job, sampler
 from parasearch_jax.rollout.observation import build_observation
-from parasearch_jax.toy.tokenizer import END
-
-TOTAL = 256
-LIMITS = dict(slots=4, chunk=4, max_turns=3, max_turn_tokens=40, max_total_tokens=TOTAL, observation_tokens=200, topk=1)
-SHORT = LIMITS | dict(slots=3, max_total_tokens=192, max_turn_tokens=24)  # for the random model
-
-# By the marker that is the question. Every piece occurs once; a tag is cut differently each time.
-SCRIPTS = {
-    "A": [["<think>a</think>", "<sea", "rch>a1 ## a2</se", "arch>"], ["<answer> yes-a</answer>"]],
-    "B": [["<search>b", "1</search>\n\n"], ["<answer>b", "</answer> and more"]],
-    "C": [["I do not know", END], ["<answer>c</ans", "wer>"]],
-    "E": [[f"<search>e{i}", f"</search>{i}"] for i in range(6)],
-    "F": [["f goes on ", LOOP], ["<answer>f</answer>"]],
-    "G": [["<search>" + "##".join(f"g{i}" for i in range(11)) + "</search>"], ["<answer>g</answer>"]],
-    "I": [[b"<answer>\xc3", b"\xa9 \xf0\x9f", b"\x98\x80</answer>"]],
-    "J": [["<search> ## </search>"], ["</search>j", "<search>j1</search>"], ["<answer>j</answer>"]],
-}
-
-
-@pytest.fixture(scope="module")
-def script():
-    return scripted_model(SCRIPTS)
-
-
-@pytest.fixture(scope="module")
-def dice():
-    return random_model()
-
-
-@pytest.fixture
-def start():
-    """start(model, **changes) -> Engine, closed at the end."""
-    engines = []
-
-    def make(model, seed=0, **changes):
-        engines.append(Engine(model, seed=seed, **(LIMITS | changes)))
-        return engines[-1]
-
-    yield make
-    for each in engines:
-        each.close()
-
-
-def ask(letters):
-    return [Question(letter[0], letter, ["x"]) for letter in letters]
-
-
-def play(engine, letters, retriever=None, **changes):
-    return engine.rollout(ask(letters), PROTOCOL, retriever or Fake(), temperature=0.0, **changes)
-
-
-def ids(episode):
-    return [i for segment in episode.segments for i in segment.ids]
-
-
-def content(episode):
-    """What must not depend on how the engine went about it."""
-    return [(s.source, s.text, s.ids) for s in episode.segments], episode.actions, episode.stop_reason
-
-
-def check(episodes, tokenizer, limit=TOTAL):
-    """What holds for every episode."""
-    for episode in episodes:
-        policy = [s for s in episode.segments if s.source == "policy"]
-        assert episode.segments[0].source == "prompt" and len(episode.actions) == len(policy) == episode.turns
-        assert all(len(s.ids) == len(s.logprobs) > 0 for s in policy)
-        assert all(s.logprobs is None for s in episode.segments if s.source != "policy")
-        assert episode.length() == len(ids(episode)) <= limit
-        for i, segment in enumerate(episode.segments):
-            if segment.source != "policy":
-                assert list(segment.ids) == tokenizer(segment.text, add_special_tokens=False)["input_ids"]
-            else:
-                assert segment.text == tokenizer.decode(segment.ids, skip_special_tokens=True)
-                action = episode.actions[[j for j, s in enumerate(episode.segments) if s.source == "policy"].index(i)]
-                assert action.span[0] == i and 0 <= action.span[1] <= action.span[2] <= len(segment.text)
-        again = Episode.from_text([(s.source, s.text) for s in episode.segments], PROTOCOL)
-        assert again.actions == episode.actions  # a stored episode is scored as the one it was stored from
-
+from parasearch_jax.rollout.shards import Shards
 
 # ---------------------------------------------------------------------------------------------------------- episodes
 
@@ -199,6 +120,38 @@ def test_total_budget_ends_a_turn_with_length(script, start):
     assert content(other) == content(play(start(script), "E")[0])
 
 
+def test_no_cell_is_written_twice_up_to_the_last_one(script, start, monkeypatch):
+    """Bit for bit, call by call: what lies in the slots stays while a loop beside them fills its own."""
+    running, looked = start(script, max_turn_tokens=1000), []
+
+    def cells():  # copies: the next call gets these buffers
+        state = running.shards._state
+        return [np.array(x) for layers in state.cache.values() for x in layers], np.array(state.length)
+
+    def watch(name):
+        real = getattr(Shards, name)
+
+        def call(shards, rows, *args):
+            (before, length), kept = cells(), {}
+            if name == "extend":
+                kept = {row.slot: row.start for row in rows}
+            out = real(shards, rows, *args)
+            for old, new in zip(before, cells()[0], strict=True):
+                for slot, n in enumerate(length):
+                    n = kept.get(slot, n)
+                    np.testing.assert_array_equal(old[slot, :, :n], new[slot, :, :n])
+                    looked.append(n)
+            return out
+
+        monkeypatch.setattr(Shards, name, call)
+
+    watch("extend")
+    watch("decode")
+    loop, *others = play(running, "FEAC")
+    assert loop.stop_reason == "length" and loop.length() == TOTAL and max(looked) >= TOTAL - 5
+    assert [e.stop_reason for e in others] == ["turns", "answer", "answer"] and len(looked) > 300
+
+
 @pytest.mark.parametrize("room", range(0, 4))
 def test_a_search_that_uses_up_the_budget_is_not_executed(script, start, room):
     """B's search is two tokens; behind it lies room for `room` more, and documents need more than that."""
@@ -246,13 +199,13 @@ def test_a_prompt_without_room_is_refused_with_its_length(script, start):
 
 def test_a_held_search_holds_nobody_else(script, start, monkeypatch):
     """Its future opens when all other episodes have finished: they finish, then the last one does."""
-    finished, original = [], engine._Job._finish
+    finished, original = [], job.Job._finish
 
-    def spy(job, slot, reason):
-        finished.append(job.slots[slot].episode.question_id)
-        return original(job, slot, reason)
+    def spy(self, slot, reason):
+        finished.append(self.slots[slot].episode.question_id)
+        return original(self, slot, reason)
 
-    monkeypatch.setattr(engine._Job, "_finish", spy)
+    monkeypatch.setattr(job.Job, "_finish", spy)
 
     async def before(query):
         if query == "a2":
@@ -283,9 +236,9 @@ def test_searches_of_several_episodes_wait_at_once_in_deterministic_mode(script,
 
     async def before(query):
         here.add(query)
-        await until(lambda: {"b1", "g0"} <= here)
+        await until(lambda: {"b1", "e0"} <= here)
 
-    episodes = play(start(script), "BG", Fake(before))
+    episodes = play(start(script), "BE", Fake(before))  # both search with their second token
     assert not any(e.failed_searches for e in episodes)
 
 
@@ -324,67 +277,13 @@ def test_failed_sub_queries_cost_an_empty_block_and_a_failed_search_brings_a_not
 # ------------------------------------------------------------------------------------------- order, keys, equalities
 
 
-def random_questions(n):
-    texts = drawn_questions(count=n)[:n]
-    return [Question(f"q{i}", text, ["x"]) for i, text in enumerate(texts)]
-
-
-def sequential(model, question, sample, retriever, seed, step, limits):
-    """One episode, written down plainly: a full forward pass for every token, no cache, no slots, no automaton."""
-    tokenizer, end = model.tokenizer, model.config.eos_token_ids
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    key = jax.random.fold_in(key, zlib.crc32(f"{question.id}\n{sample}".encode()))
-    out = [("prompt", PROTOCOL.render_prompt(question.text))]
-    row = tokenizer(out[0][1], add_special_tokens=False)["input_ids"]
-    for turn in range(limits["max_turns"] + 1):
-        said = []
-        while len(row) < limits["max_total_tokens"] and len(said) < limits["max_turn_tokens"]:
-            padded = np.zeros((1, limits["max_total_tokens"]), np.int32)
-            padded[0, : len(row)] = row
-            logits, uniform = next_logits(model.config, model.params, padded, len(row) - 1, key)
-            p = np.exp(np.asarray(logits, np.float64) - np.max(logits))
-            token = int((p.cumsum() / p.sum() <= float(uniform)).sum())
-            row, said = [*row, token], [*said, token]
-            text = tokenizer.decode(said, skip_special_tokens=True)
-            if token in end or token >= len(tokenizer) or PROTOCOL.parse(text + "!").end <= len(text):
-                break
-        out.append(("policy", text))
-        action = PROTOCOL.parse(text).action
-        if isinstance(action, Answer):
-            return out, row, "answer"
-        if len(row) >= limits["max_total_tokens"]:
-            return out, row, "length"
-        if turn == limits["max_turns"]:
-            return out, row, "turns"
-        if isinstance(action, Search):
-            blocks = [
-                "".join(PROTOCOL.document(1, d.title, d.text) for d in [retriever.document(q, 0)])
-                for q in action.queries
-            ]
-            source, text = "docs", PROTOCOL.observation(blocks)
-            assert len(tokenizer(text)["input_ids"]) <= limits["observation_tokens"]
-        else:
-            source, text = "notice", PROTOCOL.notice
-        new = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(row) + len(new) >= limits["max_total_tokens"]:
-            return out, row, "length"
-        out, row = [*out, (source, text)], [*row, *new]
-
-
-@jax.jit(static_argnums=0)
-def next_logits(cfg, params, ids, at, key):
-    positions = jnp.arange(ids.shape[1])[None]
-    hidden = decoder.forward(params, cfg, ids, positions)
-    return decoder.logits(params, cfg, hidden[0, at]), jax.random.uniform(jax.random.fold_in(key, at))
-
-
 def test_equals_a_plain_sequential_loop(dice, start):
     """Whole episodes, documents and notices included, token for token; for 3 slots and for 8, in any order."""
     questions = random_questions(6)
     got = start(dice, seed=5, **SHORT).rollout(questions, PROTOCOL, Fake(), samples=2, step=7)
     assert [(e.question_id, e.sample) for e in got] == [(q.id, i) for q in questions for i in range(2)]
     for i, episode in enumerate(got):
-        want = sequential(dice, questions[i // 2], i % 2, Fake(), 5, 7, SHORT)
+        want = sequential(dice, PROTOCOL, questions[i // 2], i % 2, lambda q: [Fake().document(q, 0)], 5, 7, SHORT)
         found = [(s.source, s.text) for s in episode.segments], ids(episode), episode.stop_reason
         assert found == want, (episode.question_id, episode.sample)
     check(got, dice.tokenizer, 192)
@@ -521,7 +420,7 @@ def test_an_error_leaves_a_usable_engine(script, start, monkeypatch):
     running = start(script)
     want = [content(e) for e in play(running, "AB")]
     with monkeypatch.context() as patch, pytest.raises(AttributeError):
-        patch.setattr(engine, "build_observation", broken)
+        patch.setattr(job, "build_observation", broken)
         play(running, "FAE")
     assert [content(e) for e in play(running, "AB")] == want
 

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from scripted import PROTOCOL, Fake, random_model
 
 from parasearch_jax.data import Question
 from parasearch_jax.models.decoder import DecoderConfig
-from parasearch_jax.rollout import Engine, Episode, engine, sampler, stops
+from parasearch_jax.rollout import Engine, Episode, job, sampler, stops
+from parasearch_jax.rollout.sampler import Sampling
 from parasearch_jax.sharding import rules
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
@@ -46,7 +48,7 @@ def tokens(episodes, source):
 def apart(dice):
     """Episodes of which each had its prompt fed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._Job, "_place", lambda job, shard, prompt: (job.free[shard].pop(), None))
+        patch.setattr(job.Job, "_place", lambda self, shard, prompt: (self.free[shard].pop(), None))
         episodes, stats = roll(dice, 1, 16)
     fed = sum(tokens(episodes, source) for source in ("prompt", "docs", "notice"))
     assert stats["tokens/prefilled"] == fed and tokens(episodes, "docs") and tokens(episodes, "notice")
@@ -57,16 +59,16 @@ def apart(dice):
 def test_a_prompt_is_fed_once_however_few_slots(dice, apart, monkeypatch, fsdp, slots):
     """Over a whole rollout, with the episodes of separate prompts. Members that come late take over from one that has
     decoded and read documents, or the slot of one that has ended."""
-    placed, real = [], engine._Job._place
+    placed, real = [], job.Job._place
 
-    def spy(job, shard, prompt):
-        living = {slot for slot, run in job.slots.items() if run.prompt is prompt}
-        slot, source = real(job, shard, prompt)
-        assert source in {None, slot, *living} and slot not in job.slots
+    def spy(self, shard, prompt):
+        living = {slot for slot, run in self.slots.items() if run.prompt is prompt}
+        slot, source = real(self, shard, prompt)
+        assert source in {None, slot, *living} and slot not in self.slots
         placed.append("fed" if source is None else "same slot" if source == slot else "copied")
         return slot, source
 
-    monkeypatch.setattr(engine._Job, "_place", spy)
+    monkeypatch.setattr(job.Job, "_place", spy)
     episodes, stats = roll(dice, fsdp, slots)
     prompts = tokens(episodes[::SAMPLES], "prompt")  # all of a group are in one shard
     assert stats["tokens/prefilled"] == prompts + tokens(episodes, "docs") + tokens(episodes, "notice")
@@ -86,17 +88,20 @@ def test_every_slot_gets_the_cells_of_its_prompt(seed):
     As on the device, what is fed stands there before anything is copied, and copies read what stood there before them.
     """
     rng, n = np.random.default_rng(seed), 6
-    job = object.__new__(engine._Job)
-    job.free, job.groups, job.slots = [list(range(n)), list(range(n, 2 * n))], [deque(), deque()], {}
-    job.prompts = [{}, {}]
+    placing = object.__new__(job.Job)
+    placing.free, placing.groups, placing.slots = [list(range(n)), list(range(n, 2 * n))], [deque(), deque()], {}
+    placing.prompts, placing.feeds = [{}, {}], {}
     groups = [(f"p{i}", [7, 8]) for i in range(40)]
-    queue = deque(
-        deque(engine._Run(Episode(), prompt, 0) for _ in range(size))
+    placing.queue = deque(
+        job.Group([job.Run(Episode(), prompt, 0, Sampling()) for _ in range(size)])
         for prompt, size in zip(groups, rng.integers(1, 10, len(groups)), strict=True)
     )
+    placing.left = {run: group for group in placing.queue for run in group.runs}
     cells, fed, copied = [None] * 2 * n, [], 0
-    while queue or job.slots:
-        placed = [(slot, job.slots[slot]) for slot, _ in job._admit(queue)]
+    while placing.queue or placing.slots:
+        placing._admit()
+        placed = [(slot, placing.slots[slot]) for slot in placing.feeds]
+        placing.feeds = {}
         for slot, run in placed:
             if run.source is None:
                 cells[slot] = run.prompt
@@ -106,23 +111,23 @@ def test_every_slot_gets_the_cells_of_its_prompt(seed):
             if run.source is not None:
                 assert run.source // n == slot // n
                 cells[slot], copied = before[run.source], copied + 1
-        assert all(cells[slot] is run.prompt for slot, run in job.slots.items())
-        for slot in rng.permutation(list(job.slots))[: rng.integers(1, n)].tolist():
-            del job.slots[slot]
-            job.free[slot // n].append(slot)
+        assert all(cells[slot] is run.prompt for slot, run in placing.slots.items())
+        for slot in rng.permutation(list(placing.slots))[: rng.integers(1, n)].tolist():
+            del placing.slots[slot]
+            placing.free[slot // n].append(slot)
     assert fed == sorted(fed, key=groups.index) and len(fed) == len(groups) and copied > len(groups)
 
 
 def test_a_prompt_of_one_token(dice):
     """It is pending from the start: nothing of it lies in the cache."""
     running = Engine(dice, slots=3, **LIMITS)
-    prompt, step = ("x", dice.tokenizer("x")["input_ids"]), 0
-    apart, (first, *others) = ([engine._Run(Episode(sample=i), prompt, i) for i in range(3)] for _ in "ab")
+    prompt = "x", dice.tokenizer("x")["input_ids"]
+    apart, together = ([job.Run(Episode(sample=i), prompt, i, Sampling()) for i in range(3)] for _ in "ab")
     assert len(prompt[1]) == 1
-    running._submit([[run] for run in apart], None, None, 1.0, step, 9)
-    running._submit([[first, *others]], None, None, 1.0, step, 9)
+    for groups in ([job.Group([run]) for run in apart], [job.Group(together)]):
+        running._finish(job.Job(running, None, None, step=0, turn_tokens=9), groups)
     running.close()
-    assert [run.episode.segments[1].ids for run in (first, *others)] == [r.episode.segments[1].ids for r in apart]
+    assert [run.episode.segments[1].ids for run in together] == [run.episode.segments[1].ids for run in apart]
 
 
 def test_groups_of_any_size_share_a_program(dice):
@@ -168,15 +173,18 @@ def test_a_copy_leaves_the_neighbours_alone(fsdp):
         "count": [9] * len(local),
         "pending": [60 + i for i in range(len(local))],
         "left": [5] * len(local),
+        "number": [60 + i for i in range(len(local))],
+        "top_k": [3] * len(local),
     }
-    feed = {k: jax.device_put(np.asarray(v, np.int32), NamedSharding(mesh, rules.ROWS)) for k, v in feed.items()}
-    feed["key"] = jax.vmap(jax.random.key)(feed["pending"])
-    after = sampler.copy_prompts(state, feed, cells=COPIED, mesh=mesh)
+    feed = {k: np.asarray(v, np.int32) for k, v in feed.items()}
+    feed |= dict.fromkeys(("temperature", "top_p"), np.full(len(local), 0.5, np.float32))
+    feed = {k: jax.device_put(v, NamedSharding(mesh, rules.ROWS)) for k, v in feed.items()}
+    after = sampler.copy_prompts(state, feed, jax.random.key(4), cells=COPIED, mesh=mesh)
     sources = dict(filter(None, pairs))
     for old, new in zip(jax.tree.leaves(before["cache"]), jax.tree.leaves(after.cache), strict=True):
         want = old.copy()
         for slot, source in sources.items():
-            want[slot, :COPIED] = old[source, :COPIED]
+            want[slot, :, :COPIED] = old[source, :, :COPIED]
         np.testing.assert_array_equal(new, want)
     numbers = {pair[0]: i for i, pair in enumerate(pairs) if pair}
     for slot in range(SLOTS):
@@ -185,7 +193,8 @@ def test_a_copy_leaves_the_neighbours_alone(fsdp):
         assert bool(after.active[slot]) == (i is not None)
         if i is not None:
             assert (after.token[slot], after.left[slot], after.state[slot]) == (60 + i, 5, stops.START)
-            assert jax.random.key_data(after.key[slot]).tolist() == [0, 60 + i]
+            assert after.key[slot] == jax.random.fold_in(jax.random.key(4), 60 + i)
+            assert (after.temperature[slot], after.top_p[slot], after.top_k[slot]) == (0.5, 0.5, 3)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2)])
@@ -197,9 +206,10 @@ def test_a_copy_stays_in_its_shard_and_in_its_place(shape):
     state = jax.eval_shape(lambda: sampler.init_state(CFG, SLOTS, CELLS, mesh))
     state = jax.tree.map(struct, state, sampler.state_shardings(CFG, mesh))
     row = jax.ShapeDtypeStruct((shape[0],), jnp.int32, sharding=split)
-    feed = dict.fromkeys(("rows", "source", "count", "pending", "left"), row)
-    feed["key"] = jax.ShapeDtypeStruct((shape[0],), state.key.dtype, sharding=split)
-    program = sampler.copy_prompts.lower(state, feed, cells=COPIED, mesh=mesh).compile()
+    feed = dict.fromkeys(("rows", "source", "count", "pending", "left", "number", "top_k"), row)
+    feed |= dict.fromkeys(("temperature", "top_p"), row.update(dtype=jnp.float32))
+    key = jax.ShapeDtypeStruct((), state.key.dtype, sharding=NamedSharding(mesh, P()))
+    program = sampler.copy_prompts.lower(state, feed, key, cells=COPIED, mesh=mesh).compile()
     assert not re.search("all-gather|all-reduce|all-to-all|reduce-scatter|collective", program.as_text())
     memory, layer = program.memory_analysis(), SLOTS * CELLS * 2 * 8 * 4 // (shape[0] * shape[1])
     assert memory.alias_size_in_bytes >= 2 * CFG.num_layers * layer

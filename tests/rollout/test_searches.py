@@ -55,7 +55,7 @@ def sources(episode):
 
 
 def nothing_pending(engine):
-    asyncio.run(until(lambda: not asyncio.all_tasks(engine._loop)))
+    asyncio.run(until(lambda: not asyncio.all_tasks(engine.loop)))
     return True
 
 

