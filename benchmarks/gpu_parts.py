@@ -207,12 +207,13 @@ def _update(run: Run, sizes: Sizes, card: Card, whole: int, until: float) -> dic
     cfg, mesh = run.model, make_mesh(run.mesh, jax.devices()[:1])
     learner = make_learner(cfg, run.algorithm, run.learner, run.optimizer, mesh=mesh)
     state = learner.init(jax.jit(decoder.init, static_argnums=0)(cfg, jax.random.key(0)))
-    batch = rl.put_batch(random_batch(cfg, run.rows, run.tokens), mesh)
+    host_batch = random_batch(cfg, run.rows, run.tokens)
+    batch, cut = rl.put_batch(host_batch, mesh), learner.cut(host_batch.lengths)
     scores, metrics = {"old": batch.logprobs}, {}
 
     def once():
         nonlocal state, metrics
-        state, metrics = learner.update(state, batch, scores)  # donates the state, so it goes round
+        state, metrics = learner.update(state, batch, cut, scores)  # donates the state, so it goes round
         return state, metrics
 
     row = measure(once, until, sizes.repeats)
@@ -249,6 +250,7 @@ def random_batch(cfg: DecoderConfig, B: int, T: int) -> rl.Batch:
         lengths=np.full(B, T, np.int32),
         group=np.arange(B, dtype=np.int32) // 2,
         version=np.zeros(B, np.int32),
+        truncated=np.zeros(B, bool),
     )
 
 

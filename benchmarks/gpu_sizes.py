@@ -150,7 +150,7 @@ def plan_run(cfg: DecoderConfig, sizes: Sizes, rows: int) -> Run:
         model_source="",
         mesh=MeshConfig(),
         algorithm=AlgorithmConfig(name="grpo", questions=rows * sizes.micro_batches // 2, samples=2),
-        learner=UpdateConfig(micro_rows=rows, remat="full"),
+        learner=UpdateConfig(micro_rows=rows, buckets=(sizes.tokens,), remat="full"),
         optimizer=OptimConfig(lr=1e-6),
         critic_optimizer=OptimConfig(lr=1e-6),
         rollout=RolloutConfig(slots=sizes.slots, max_total_tokens=sizes.window, chunk=sizes.steps),

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from parasearch_jax import toy
 from parasearch_jax.errors import UserError
 
-ADAMW = dict(warmup_steps=0, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999, mu_dtype="float32")
+ADAMW = dict(warmup_steps=0, zero_start=False, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999, mu_dtype="float32")
 TOY = Path(toy.__file__).parent
 
 
@@ -57,17 +57,22 @@ def base(name: str) -> ConfigDict:
                 deterministic=True,
             ),
             algorithm=dict(  # rl.learner.AlgorithmConfig
-                name="grpo",  # or "ppo"
+                name="grpo",  # or "ppo", "dr_grpo", "rloo", "reinforce", "reinforce_pp"
                 questions=64,
                 samples=5,  # Search-R1's GRPO scripts
                 temperature=1.0,
                 updates=1,  # mini-batches, so optimizer steps, of a batch
                 variant="strict",  # of GAE and the critic's loss: environment tokens are no time steps; or "released"
                 std="sample",
+                baseline="group",  # of reinforce and reinforce_pp; or "none"
                 gamma=1.0,
                 lam=1.0,
                 value_clip=0.5,
-                reward_kl=0.0,  # of the k1 in PPO's reward
+                reward_kl=0.0,  # of the k1 in the reward of PPO, reinforce and reinforce_pp
+                kl_target=0.0,  # of that k1; 0: a fixed coefficient
+                kl_horizon=10_000,
+                bypass=False,  # the sampler's log-probs are the old ones
+                mask_documents=True,  # False: the papers' ablation
             ),
             learner=dict(  # rl.update.UpdateConfig
                 clip_low=0.2,
@@ -75,7 +80,12 @@ def base(name: str) -> ConfigDict:
                 kl_coef=0.001,
                 kl_kind="k3",
                 entropy_coef=0.0,
-                micro_rows=8,
+                dual_clip=0.0,  # off
+                importance_cap=0.0,  # off
+                aggregation="token-mean",  # or "sequence-mean", "dr_grpo", "released"
+                mean_rows=0,  # of "released"
+                drop_truncated=False,
+                micro_rows=8,  # of the largest of train.buckets; of shorter ones as many more as have as many tokens
                 logprob_chunk=128,
                 remat="none",
             ),
@@ -89,6 +99,17 @@ def base(name: str) -> ConfigDict:
                 eval_every=0,  # evaluates on data.dev; 0: only before and after, on data.test
                 keep=2,  # the last checkpoints, and with eval_every also
                 best="em",  # the one with the highest of these on data.dev
+            ),
+            guard=dict(  # guards.GuardConfig; a limit of 0 is off
+                on_alarm="warn",  # or "stop"
+                patience=3,  # steps in a row
+                refused=5,  # updates in a row
+                min_entropy=0.1,
+                max_kl=1.0,
+                max_invalid=0.5,
+                max_flat_groups=0.95,
+                max_truncated=0.5,
+                max_fall=0.5,
             ),
             # Devices: rows, slots and parameters are split over fsdp, heads and vocabulary over tp (sharding/mesh.py).
             mesh=dict(fsdp=1, tp=1),

@@ -116,8 +116,7 @@ def get_config(arg=None):
 def _release(config):
     """What the script does otherwise than the paper says (design: two variants).
 
-    Not reproduced: loss means of each micro-batch, whose mean is taken (here one mean over the mini-batch's tokens); a
-    learning rate of 0 at the first update; 1,004 batches for 1,005 steps; decoded and re-encoded responses; a rolling
+    Not reproduced: 1,004 batches for 1,005 steps; decoded and re-encoded responses; a rolling
     window of 5,696 tokens that drops the question, plus 500 of the last response (here 5,696 tokens are the episode);
     prompts cut to 2,048 tokens; critic micro-batches of 8; a "?" put behind questions without one; the authors' prompt
     (ours says the same in other words); "Beijing" from the prompt for a missing answer.
@@ -130,6 +129,8 @@ def _release(config):
     config.learner.entropy_coef = 0.001  # yaml; the script leaves it
     config.reward.variant = "released"  # +lambda_s offset, first search only, tags counted in text: rewards/
     config.rollout.observation_variant = "released"  # one right cut, which may lose the closing tag
+    config.learner.update(aggregation="released", mean_rows=64)  # means of its micro-batches, whose mean is taken
+    config.optimizer.zero_start = config.critic_optimizer.zero_start = True
     config.algorithm.variant = "released"  # documents and notices are time steps of GAE, whitening and the critic
 
 

@@ -2,6 +2,7 @@ r"""ParallelSearch on the small world: a model of a million parameters learns to
 
     python launch.py --config=configs/parallel_tiny.py            # train (GRPO)
     python launch.py --config=configs/parallel_tiny.py:ppo        # train with PPO
+    python launch.py --config=configs/parallel_tiny.py:reinforce_pp
     python launch.py --config=configs/parallel_tiny.py:smoke      # the same in short; :ppo,smoke too
     python launch.py --config=configs/parallel_tiny.py:eval       # evaluate the base only
 
@@ -17,7 +18,7 @@ import common
 
 
 def get_config(arg=None):
-    arg = common.parse_arg(arg, ppo=False, smoke=False, eval=False, seed=0)
+    arg = common.parse_arg(arg, ppo=False, reinforce_pp=False, smoke=False, eval=False, seed=0)
     config = common.base("parallel_tiny")
     config.method = "parallel_search"
     config.seed = arg.seed
@@ -54,7 +55,7 @@ def get_config(arg=None):
     config.optimizer.lr = 2e-4
     config.optimizer.warmup_steps = 3
     config.train.steps = 30
-    config.train.buckets = (192, 320)
+    config.train.buckets = (128, 192, 320)
     config.train.save_every = 10
 
     # ---- PPO: as many episodes, each of a question of its own. Reaches DR 100 % in half of GRPO's steps.
@@ -64,6 +65,12 @@ def get_config(arg=None):
         config.learner.kl_coef = 0.0
         config.critic_optimizer.lr = 1e-3
         config.critic_optimizer.warmup_steps = 3
+
+    # ---- REINFORCE++ with the group's mean taken off, as R1-Searcher has it.
+    if arg.reinforce_pp:
+        config.name += "_reinforce_pp"
+        config.algorithm.update(name="reinforce_pp", reward_kl=0.01)
+        config.learner.kl_coef = 0.0
 
     if arg.smoke:
         config.name += "_smoke"

@@ -38,6 +38,7 @@ MAY_DIFFER = frozenset(
         "train.eval_every",
         "train.best",
         "train.keep",  # which checkpoints stay
+        "guard",  # looks on and changes nothing, but that it may end the run
         "mesh",  # these two: where the run goes; last bits differ with the number of devices
         "machine",
         "setup",  # how to get what is missing

@@ -48,10 +48,15 @@ class Scorer:
 
 
 def reward_metrics(scored: Sequence[Scored], batch: rl.Batch) -> dict[str, float]:
-    """Means of the parts and of the total, and the share of groups in which all totals are equal (no gradient)."""
+    """Means of the parts and of the total, the share of groups in which all totals are equal (no gradient), and the
+    sampler's mean log-prob a token of the episodes that earned more than the mean, where some did."""
     names = list(dict.fromkeys(name for parts, _ in scored for name in parts))
     out = {f"reward/{name}": float(np.mean([parts.get(name, 0.0) for parts, _ in scored])) for name in names}
-    totals = np.asarray(batch.rewards).sum(-1)[: len(scored)]
-    groups = np.asarray(batch.group)[: len(scored)]
+    n = len(scored)
+    totals, groups = np.asarray(batch.rewards).sum(-1)[:n], np.asarray(batch.group)[:n]
     flat = [np.ptp(totals[groups == g]) == 0 for g in np.unique(groups)]
-    return out | {"reward/total": float(totals.mean()), "rollout/groups_without_spread": float(np.mean(flat))}
+    out |= {"reward/total": float(totals.mean()), "rollout/groups_without_spread": float(np.mean(flat))}
+    mask = np.asarray(batch.policy_mask)[:n] * (totals > totals.mean() + 1e-6)[:, None]
+    if mask.any():
+        out["rollout/rewarded_logprob"] = float((np.asarray(batch.logprobs)[:n] * mask).sum() / mask.sum())
+    return out

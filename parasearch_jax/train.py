@@ -17,6 +17,7 @@ from parasearch_jax.data import Question, load_question_sets
 from parasearch_jax.data.metrics import em
 from parasearch_jax.errors import UserError
 from parasearch_jax.evaluate import Subsets, evaluate, rollout_metrics
+from parasearch_jax.guards import Guard, GuardConfig
 from parasearch_jax.models import load_model
 from parasearch_jax.models.weights import save_model
 from parasearch_jax.preflight import preflight
@@ -78,7 +79,8 @@ def train(
         # ---- Policy, optimizers, jitted functions. Configuration enters them as frozen dataclasses.
         rollout = RolloutConfig(**config.rollout, topk=config.retriever.topk)
         algorithm = AlgorithmConfig(**config.algorithm)
-        updates = UpdateConfig(**config.learner, temperature=algorithm.temperature)
+        buckets = tuple(sorted(config.train.buckets))
+        updates = UpdateConfig(**config.learner, buckets=buckets, temperature=algorithm.temperature)
         optimizer, critic_optimizer = OptimConfig(**config.optimizer), OptimConfig(**config.critic_optimizer)
         learner = make_learner(model.config, algorithm, updates, optimizer, critic_optimizer, mesh)
         reference = learner.reference(model.params) if steps and (updates.kl_coef or algorithm.reward_kl) else None
@@ -99,6 +101,7 @@ def train(
             engine.sync(state["actor"]["params"], version=start)
             probe(state["actor"]["params"], start, engine)
             console.print(f"goes on behind step {start}")
+        guard = Guard(GuardConfig(**config.guard), algorithm.samples, algorithm.updates, work.metrics())
         stack.enter_context(console)
         sigterm = stack.enter_context(resume.Sigterm())
         evals: dict[str, Subsets] = {}
@@ -127,18 +130,17 @@ def train(
                 # ---- What is left of rewards, batch.
                 with timer("reward"):
                     scored, host_rows = scorer.finish(episodes)
-                    multiple = updates.micro_rows * algorithm.updates
-                    host_batch = rl.stack_rows(host_rows, tuple(config.train.buckets), multiple=multiple)
-                    batch = rl.put_batch(host_batch, mesh)
+                    host_batch = rl.stack_rows(host_rows, max(updates.buckets), multiple=mesh.shape["fsdp"])
+                    batch, cut = rl.put_batch(host_batch, mesh), learner.cut(host_batch.lengths)
 
                 # ---- Score: log-probs of the weights that the update starts from and of the reference; PPO: values.
                 with timer("score"):
-                    scores, gap = learner.score(state, batch, reference)
+                    scores, gap = learner.score(state, batch, cut, reference)
                     jax.block_until_ready(scores)
 
                 # ---- Advantages and updates, then the engine gets the new weights.
                 with timer("update"):
-                    state, metrics = learner.update(state, batch, scores)
+                    state, metrics = learner.update(state, batch, cut, scores)
                     jax.block_until_ready(state)
                 with timer("sync"):
                     engine.sync(state["actor"]["params"], version=step)
@@ -149,14 +151,20 @@ def train(
                 line = {name: float(value) for name, value in (metrics | gap).items()}
                 line |= reward_metrics(scored, host_batch) | rollout_metrics(episodes, asked, protocol)
                 line |= engine_metrics(engine, timer.seconds) | timer.pop()
-                work.log(step, line)
+                signs, alarms = guard.look(line)
+                work.log(step, line | {"alarms": float(len(signs))})
                 console.step(step, line)
+                for told in alarms:
+                    console.print(f"ALARM at step {step}: {told}")
                 if step % config.train.episodes_every == 0:
                     work.write_episodes(f"step_{step:06d}", episodes, asked, parts=[parts for parts, _ in scored])
 
-                # ---- Checkpoint, then evaluation: a start after a kill makes up for what is missing.
+                # ---- Checkpoint, then evaluation: a start after a kill makes up for what is missing. Where alarms end
+                # a run, no step that shows a sign of harm is saved: the last good checkpoint is kept.
                 work.check()
-                if step % config.train.save_every == 0 or _due_evaluations(step, config):
+                guard.check(alarms, work.saved)
+                due = step % config.train.save_every == 0 or _due_evaluations(step, config)
+                if due and not (signs and guard.stops and step < steps):
                     with timer("save"):
                         work.save(step, state, memory)
                 evaluate_due(step)

@@ -54,7 +54,7 @@ class Workdir:
         hosts.on_first(self._check_earlier)
         self._keep, self._checkpoints, self._metrics = config.train.keep, None, None  # opened by `restore`
         self._earlier, self._opened = 0.0, time.time()  # seconds of earlier starts; when this one began
-        self._saved = 0  # step of the last checkpoint
+        self.saved = 0  # step of the last checkpoint
 
     def __enter__(self) -> Workdir:
         return self
@@ -84,7 +84,7 @@ class Workdir:
         else:
             state = init()
         self._metrics = hosts.on_first(lambda: self._begin(step))
-        self._saved = step
+        self.saved = step
         self._protect_best()
         return state, step, memory
 
@@ -95,10 +95,10 @@ class Workdir:
 
     def save(self, step: int, state: Any, memory: dict) -> None:
         """Starts the save of a checkpoint, unless there is one of this step."""
-        if step > self._saved:
+        if step > self.saved:
             run_state = {"step": step, "memory": memory, "seconds": self.seconds(), "run": self.run}
             self._checkpoints.save(step, state, run_state)
-            self._saved = step
+            self.saved = step
 
     def check(self) -> None:
         """Raises UserError if a save has failed in the background."""
@@ -107,6 +107,10 @@ class Workdir:
     def log(self, step: int, line: dict[str, float]) -> None:
         """The line of a step in metrics.jsonl, and TensorBoard."""
         hosts.on_first(lambda: self._metrics.write(step, line))
+
+    def metrics(self) -> list[dict]:
+        """The lines of the steps so far."""
+        return hosts.from_first(lambda: read_metrics(self.path))
 
     def write_episodes(self, name: str, episodes, questions, parts=None, em=None) -> None:
         """episodes/NAME.jsonl; `parts` and `em`, where given, are lists as long as `episodes`."""
@@ -126,7 +130,7 @@ class Workdir:
 
     def results(self) -> dict | None:
         """results.json of a run that is finished, or None."""
-        return self._read(self.path / "results.json") if self._steps and self._saved == self._steps else None
+        return self._read(self.path / "results.json") if self._steps and self.saved == self._steps else None
 
     def _read(self, path: Path) -> dict | None:
         return hosts.from_first(lambda: _read_json(path) if path.exists() else None)

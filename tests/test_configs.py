@@ -14,6 +14,7 @@ import pytest
 from parasearch_jax import rewards
 from parasearch_jax.data.questions import question_files
 from parasearch_jax.errors import UserError
+from parasearch_jax.guards import GuardConfig
 from parasearch_jax.protocol import get_protocol
 from parasearch_jax.rl.learner import AlgorithmConfig
 from parasearch_jax.rl.optim import OptimConfig
@@ -79,6 +80,10 @@ RELEASED = {
     "reward.variant": ("released", "qa_em_format.py"),
     "rollout.observation_variant": ("released", "generation.py"),
     "algorithm.variant": ("released", "core_algos.py, ray_trainer.py"),
+    "learner.aggregation": ("released", "dp_actor.py: means of micro-batches, whose mean is taken"),
+    "learner.mean_rows": (64, "script actor.ppo_micro_batch_size"),
+    "optimizer.zero_start": (True, "its warm-up begins at 0"),
+    "critic_optimizer.zero_start": (True, "its warm-up begins at 0"),
     "optimizer.warmup_steps": (573, "script: 0.285 of 1,005 batches of 2 updates"),
     "critic_optimizer.warmup_steps": (30, "script: 0.015 of 1,005 batches of 2 updates"),
 }
@@ -176,13 +181,14 @@ def test_every_configuration_fits_the_code(name, arg):
     assert leaves(common.base("x")).keys() - leaves(config).keys() <= {"retriever.dim"}
     rollout = RolloutConfig(**config.rollout, topk=config.retriever.topk)
     algorithm = AlgorithmConfig(**config.algorithm)
-    update = UpdateConfig(**config.learner, temperature=algorithm.temperature)
+    update = UpdateConfig(**config.learner, buckets=tuple(config.train.buckets), temperature=algorithm.temperature)
+    GuardConfig(**config.guard)
     for optimizer in (config.optimizer, config.critic_optimizer):
         OptimConfig(**optimizer)
     rewards.make_reward(config.reward.to_dict())
     get_protocol(config.protocol.name)
     if config.train.steps:
-        assert algorithm.questions * algorithm.samples % (update.micro_rows * algorithm.updates) == 0
+        assert algorithm.questions * algorithm.samples % algorithm.updates == 0 == update.micro_rows % config.mesh.fsdp
     assert max(config.train.buckets) >= rollout.max_total_tokens
 
 

@@ -59,7 +59,7 @@ def test_each_differing_leaf_is_named():
         "  reward.alpha: 3.0 there, null now",
         '  reward.extra: nothing there, "é" now',
         "  seed: 0 there, 3 now",
-        "  train.buckets: [192, 320] there, [320] now",
+        "  train.buckets: [128, 192, 320] there, [320] now",
     ]
 
 

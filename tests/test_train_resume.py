@@ -232,7 +232,8 @@ def test_profile_names_the_phases(tmp_path):
     assert {"rollout", "reward", "score", "update", "sync"} <= names
     (planes,) = (tmp_path / "work" / "profile").rglob("*.xplane.pb")
     content = planes.read_bytes()  # the operations on the device carry the scopes of their functions
-    for scope in (b"(extend)/rollout/", b"(decode_chunk)/rollout/", b"(score)/score/", b"(update)/update/"):
+    update = b"(accumulate)/update/", b"(finish)/update/"
+    for scope in (b"(extend)/rollout/", b"(decode_chunk)/rollout/", b"(score)/score/", *update):
         assert scope in content, scope
     with pytest.raises(UserError, match="--profile is 2, the run has the steps 1 to 1"):
         training.train(config, workdir=tmp_path / "other", profile=2)

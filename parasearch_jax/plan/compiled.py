@@ -129,38 +129,49 @@ def _training(run: Run, mesh: Mesh, parts: dict[str, float], at_work: dict[str, 
     reference = jax.eval_shape(lambda params: layout.cast(params, cfg.dtype), state["actor"]["params"])
     reference = rules.placed(reference, mesh) if run.reference else None
     kind = _kinds(run, mesh)
-    batch, share = (_batch(run, mesh, rows) for rows in (run.rows, run.rows // run.algorithm.updates))
-    numbers, of_share = batch.rewards, share.rewards  # fp32 [B,T], as scores, advantages and masks are
+    batch = _batch(run, mesh)
+    numbers = batch.rewards  # fp32 [B,T], as scores, advantages and masks are
+    rows = jax.ShapeDtypeStruct((ucfg.micro_rows,), jnp.int32, sharding=NamedSharding(mesh, P()))
 
-    # ---- Updates: the policy's and the critic's, one after the other.
-    update = make_update(cfg, ucfg, make_optimizer(run.optimizer))
-    of_ref = of_share if run.reference else None
-    updates = [compile_program(update.lower(state["actor"], share, of_share, of_share, of_ref))]
+    # ---- Updates: the policy's and the critic's, one after the other; the largest micro-batch, then the step.
+    refs = {"ref": numbers} if run.reference else {}
+    data = {"batch": batch, "weights": numbers, "advantages": numbers, "old": numbers, **refs}
+    made = [("actor", make_update(cfg, ucfg, make_optimizer(run.optimizer)), data)]
     if ppo:
-        update = make_critic_update(cfg, ucfg, make_optimizer(run.critic_optimizer), run.algorithm.value_clip)
-        updates.append(compile_program(update.lower(state["critic"], share, of_share, of_share, of_share)))
-    for program in updates:
-        # Behind the last pass come the optimizer's own temporaries, when there is room for them.
-        for name, size in program.parts(kind, _counted(run, program, kind), until="kept activations").items():
-            parts[name] = max(parts[name], size)
+        tx = make_optimizer(run.critic_optimizer)
+        data = {"batch": batch, "steps": numbers, "values": numbers, "returns": numbers}
+        made.append(("critic", make_critic_update(cfg, ucfg, tx, run.algorithm.value_clip), data))
+    passes, steps = [], []
+    for owner, step, given in made:
+        grads, out, n = jax.eval_shape(step.begin, state[owner]["params"], given)
+        grads, out = rules.placed(grads, mesh), jax.tree.map(lambda _: numbers, out)
+        params = state[owner]["params"]
+        passes.append(compile_program(step.accumulate.lower(params, grads, out, given, n, rows, tokens=run.tokens)))
+        steps.append(compile_program(step.finish.lower(state[owner], grads, out, given, n)))
+        summed = rules.bytes_per_device(grads)
+        found = passes[-1].parts(kind, _counted(run, passes[-1], kind), until="kept activations")
+        for name, size in found.items():
+            parts[name] = max(parts[name], size + (summed if name == "gradients" else 0))
+        peak = max(program.peak(_counted(run, program, kind)) for program in (passes[-1], steps[-1]))
+        at_work["update"] = max(at_work.get("update", 0), summed + peak)
 
     # ---- Scores: of the policy, of the reference, and the critic's values.
-    score = make_score(cfg, ucfg)
-    scores = [compile_program(score.lower(state["actor"]["params"], batch))]
+    score = make_score(cfg, ucfg).micro
+    scores = [compile_program(score.lower(state["actor"]["params"], numbers, batch, rows, tokens=run.tokens))]
     if run.reference:
-        scores.append(compile_program(score.lower(reference, batch)))
+        scores.append(compile_program(score.lower(reference, numbers, batch, rows, tokens=run.tokens)))
     if ppo:
-        scores.append(compile_program(make_values(cfg, ucfg).lower(state["critic"]["params"], batch, numbers)))
-    for phase, programs in (("update", updates), ("score", scores)):
-        at_work[phase] = max(program.peak(_counted(run, program, kind)) for program in programs)
-    parts["scoring"] = at_work["score"]
+        given = {"batch": batch, "steps": numbers}
+        values = make_values(cfg, ucfg).micro
+        scores.append(compile_program(values.lower(state["critic"]["params"], numbers, given, rows, tokens=run.tokens)))
+    parts["scoring"] = at_work["score"] = max(program.peak(_counted(run, program, kind)) for program in scores)
 
     # ---- What is held, as these programs want it.
-    arguments = [program.compiled.input_shardings[0][0] for program in updates]
+    arguments = [program.compiled.input_shardings[0][0] for program in steps]
     of_state = dict(zip(("actor", "critic"), arguments, strict=False))
     of_reference = scores[1].compiled.input_shardings[0][0] if run.reference else None
     _state_parts(parts, state, reference, of_state, of_reference)
-    columns = 2 + run.reference + ppo  # scores and advantages
+    columns = 2 + run.reference + ppo + 2  # scores and advantages; what a pass says
     parts["batch and scores"] = rules.bytes_per_device(batch) + columns * rules.bytes_per_device(numbers)
 
 
@@ -181,11 +192,11 @@ def _bytes(shapes: Any, shardings: Any) -> float:
     return float(sum(jax.tree.leaves(jax.tree.map(one, shapes, shardings, is_leaf=lambda x: x is None))))
 
 
-def _batch(run: Run, mesh: Mesh, rows: int) -> Batch:
+def _batch(run: Run, mesh: Mesh) -> Batch:
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, rules.ROWS))  # noqa: E731
-    ids, masks, numbers = (array(t, rows, run.tokens) for t in ("int32", "float32", "float32"))
-    of_row = array("int32", rows)
-    return Batch(ids, ids, masks, numbers, numbers, of_row, of_row, of_row)
+    ids, masks, numbers = (array(t, run.rows, run.tokens) for t in ("int32", "float32", "float32"))
+    of_row = array("int32", run.rows)
+    return Batch(ids, ids, masks, numbers, numbers, of_row, of_row, of_row, array("bool", run.rows))
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling

@@ -109,7 +109,7 @@ def by_arithmetic(run: Run) -> Memory:
         parts["weights on their way"] = item * (count["vocab"] / tp + shard(count["vocab"]))
     at_work = {"rollout": max(parts["prefill"], parts["decode step"]), "sync": parts["weights on their way"]}
     if run.steps:
-        numbers = 5 + 2 + run.reference + run.ppo  # [B,T] of the batch, and of scores and advantages
+        numbers = 5 + 2 + run.reference + run.ppo + 2  # [B,T] of the batch, scores, advantages, what a pass says
         parts["batch and scores"] = 4 * numbers * run.rows / run.mesh.fsdp * run.tokens
         parts |= _update(run, shard(policy))
         parts["scoring"] = at_work["score"] = _scoring(run)
@@ -150,7 +150,7 @@ def _update(run: Run, shard: float) -> dict[str, float]:
     m, tp, item, count = run.model, run.mesh.tp, run.item, matrices(run)
     tokens, (D, qkv, F) = run.learner.micro_rows / run.mesh.fsdp * run.tokens, _widths(run)
     whole = item * count["layer"] / tp
-    split, several = run.mesh.fsdp > 1, run.rows / run.algorithm.updates > run.learner.micro_rows
+    split = run.mesh.fsdp > 1
     kept, at_work = {  # bytes of a token: in every layer, and in the one whose gradients are being made
         # The layer's input. Gate, up, their product, the gradients of two of them; the residual stream, q, k, v, the
         # norms' outputs, and gradients of these.
@@ -162,7 +162,7 @@ def _update(run: Run, shard: float) -> dict[str, float]:
     }[run.learner.remat]
     weights = whole if split and run.learner.remat == "none" else 0  # each layer's, gathered, stay too
     return {
-        "gradients": 4 * shard * (2 if several else 1),  # the sum, and the micro-batch's that is added to it
+        "gradients": 4 * shard * 2,  # the sum, and the micro-batch's that is added to it
         "kept activations": m.num_layers * (tokens * kept + weights),
         "one layer at work": tokens * at_work,
         "layer gathered": 2 * whole,  # and its gradients, before they are scattered

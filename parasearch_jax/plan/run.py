@@ -78,9 +78,8 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Rows of a batch: the episodes, filled up to whole micro-batches."""
-        unit = self.learner.micro_rows * self.algorithm.updates
-        return -(-self.episodes // unit) * unit
+        """Rows of a batch: the episodes, filled up to a multiple of the devices."""
+        return -(-self.episodes // self.mesh.fsdp) * self.mesh.fsdp
 
     @property
     def item(self) -> int:
@@ -98,7 +97,7 @@ def read_run(config: ConfigDict) -> Run:
         model_source=source,
         mesh=MeshConfig(**config.mesh),
         algorithm=algorithm,
-        learner=UpdateConfig(**config.learner, temperature=algorithm.temperature),
+        learner=UpdateConfig(**config.learner, buckets=tuple(config.train.buckets), temperature=algorithm.temperature),
         optimizer=OptimConfig(**config.optimizer),
         critic_optimizer=OptimConfig(**config.critic_optimizer),
         rollout=RolloutConfig(**config.rollout, topk=config.retriever.topk),

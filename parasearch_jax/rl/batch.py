@@ -30,9 +30,10 @@ class Batch:
     policy_mask: float32 [B, T], 1 where the policy sampled the id, 0 on prompt, documents, notices and padding.
     logprobs: float32 [B, T], the sampler's log p of each policy id at the sampling temperature, 0 elsewhere.
     rewards: float32 [B, T], the total on the last policy token, step rewards on the last token of their action.
-    lengths: int32 [B], ids in the row without padding; 0 for a row that only fills up a micro-batch.
+    lengths: int32 [B], ids in the row without padding; 0 for a row that only fills up the devices.
     group: int32 [B], rows of one question have one number, smaller than B.
     version: int32 [B], version of the weights that sampled the row.
+    truncated: bool [B], the episode ended with `length`.
     """
 
     ids: jax.Array
@@ -43,6 +44,7 @@ class Batch:
     lengths: jax.Array
     group: jax.Array
     version: jax.Array
+    truncated: jax.Array
 
 
 class Row(NamedTuple):
@@ -51,6 +53,7 @@ class Row(NamedTuple):
     name: str  # for messages
     question_id: str
     version: int
+    truncated: bool
     ids: np.ndarray  # int32; this and the next three as in Batch
     policy_mask: np.ndarray  # float32
     logprobs: np.ndarray  # float32
@@ -69,37 +72,39 @@ def make_row(episode: Episode, reward: Reward) -> Row:
     for t, value in _placed(name, episode, reward, mask, ends):
         rewards[t] += value
     columns = np.asarray(ids, np.int32), np.asarray(mask, np.float32), np.asarray(logprobs, np.float32)
-    return Row(name, _question_id(name, episode), episode.version, *columns, rewards)
+    truncated = episode.stop_reason == "length"
+    return Row(name, _question_id(name, episode), episode.version, truncated, *columns, rewards)
 
 
 def build_batch(
-    episodes: Sequence[Episode],
-    rewards: Sequence[Reward],
-    buckets: tuple[int, ...],
-    pad_id: int = 0,
-    rows: int = 1,
+    episodes: Sequence[Episode], rewards: Sequence[Reward], tokens: int, pad_id: int = 0, multiple: int = 1
 ) -> Batch:
     """Episodes and their rewards as a batch; errors of `make_row`, the rest as in `stack_rows`."""
-    made = [make_row(*pair) for pair in zip(episodes, rewards, strict=True)]
-    return stack_rows(made, buckets, pad_id, rows)
+    rows = [make_row(*pair) for pair in zip(episodes, rewards, strict=True)]
+    return stack_rows(rows, tokens, pad_id, multiple)
 
 
-def stack_rows(rows: Sequence[Row], buckets: tuple[int, ...], pad_id: int = 0, multiple: int = 1) -> Batch:
-    """Rows as a batch of numpy arrays, in the order given.
+def stack_rows(rows: Sequence[Row], tokens: int, pad_id: int = 0, multiple: int = 1) -> Batch:
+    """Rows as a batch of numpy arrays with T = `tokens`, in the order given.
 
-    T is the smallest of `buckets` that holds the longest row; B is filled up to a multiple of `multiple` with rows of
-    mask 0. Raises UserError for a row longer than every bucket (nothing is cut).
+    B is filled up to a multiple of `multiple` with rows of length and mask 0. Raises UserError for a row that is longer
+    (nothing is cut).
     """
     if not rows:
         raise ValueError("a batch of 0 episodes: it needs at least one")
-    T = _bucket(rows, buckets)
-    batch = _blank(math.ceil(len(rows) / multiple) * multiple, T, pad_id)
+    longest = max(rows, key=lambda row: len(row.ids))
+    if len(longest.ids) > tokens:
+        raise UserError(
+            f"{longest.name} has {len(longest.ids)} tokens, the largest bucket holds {tokens}: add a larger bucket or "
+            "lower the rollout's token budget (episodes are never cut)"
+        )
+    batch = _blank(math.ceil(len(rows) / multiple) * multiple, tokens, pad_id)
     groups: dict[str, int] = {}
     for b, row in enumerate(rows):
         n = len(row.ids)
         for name in ("ids", "policy_mask", "logprobs", "rewards"):
             getattr(batch, name)[b, :n] = getattr(row, name)
-        batch.lengths[b], batch.version[b] = n, row.version
+        batch.lengths[b], batch.version[b], batch.truncated[b] = n, row.version, row.truncated
         batch.group[b] = groups.setdefault(row.question_id, len(groups))
     batch.group[len(rows) :] = len(groups)  # fits: there is such a row only if B > rows >= groups
     return batch
@@ -119,17 +124,6 @@ def response_mask(batch: Batch) -> jax.Array:
     return begun * (batch.positions < batch.lengths[:, None])
 
 
-def _bucket(rows: Sequence[Row], buckets: tuple[int, ...]) -> int:
-    longest = max(rows, key=lambda row: len(row.ids))
-    fitting = [size for size in buckets if size >= len(longest.ids)]
-    if not fitting:
-        raise UserError(
-            f"{longest.name} has {len(longest.ids)} tokens, the largest bucket holds {max(buckets, default=0)}: "
-            "add a larger bucket or lower the rollout's token budget (episodes are never cut)"
-        )
-    return min(fitting)
-
-
 def _blank(B: int, T: int, pad_id: int) -> Batch:
     return Batch(
         ids=np.full((B, T), pad_id, np.int32),
@@ -141,6 +135,7 @@ def _blank(B: int, T: int, pad_id: int) -> Batch:
         lengths=np.zeros(B, np.int32),
         group=np.zeros(B, np.int32),
         version=np.zeros(B, np.int32),
+        truncated=np.zeros(B, bool),
     )
 
 

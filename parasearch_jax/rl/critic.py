@@ -7,7 +7,6 @@ Axes: B batch, T tokens, D model. Parameters: {"backbone": the decoder's without
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ import optax
 
 from parasearch_jax.models import decoder
 from parasearch_jax.models.decoder import DecoderConfig, Params
-from parasearch_jax.rl.batch import Batch
 from parasearch_jax.rl.losses import token_count, value_loss
-from parasearch_jax.rl.update import UpdateConfig, accumulate, apply_gradients, join, split
+from parasearch_jax.rl.update import Scoring, Step, UpdateConfig, scoring, stepping
 
 
 def init_critic(params: Params) -> Params:
@@ -38,48 +36,36 @@ def values(params: Params, cfg: DecoderConfig, ids: jax.Array, positions: jax.Ar
     return jnp.pad(out[:, :-1], [(0, 0), (1, 0)])
 
 
-def make_values(cfg: DecoderConfig, ucfg: UpdateConfig) -> Callable:
-    """Jitted `score(params, batch, mask) -> values`, float32 [B, T], 0 where `mask` [B, T] is 0."""
+def make_values(cfg: DecoderConfig, ucfg: UpdateConfig) -> Scoring:
+    """`score(params, data, micros) -> values`, float32 [B, T]; data: {"batch": Batch, "steps": [B, T]}, 0 where steps
+    are 0."""
 
-    @jax.jit
-    @jax.named_scope("score")
-    def score(params, batch: Batch, mask):
-        def micro(data):
-            batch, mask = data
-            return jnp.where(mask > 0, values(params, cfg, batch.ids, batch.positions, ucfg.remat), 0.0)
+    def of_micro(params, micro):
+        new = values(params, cfg, micro["batch"].ids, micro["batch"].positions, ucfg.remat)
+        return jnp.where(micro["steps"] > 0, new, 0.0)
 
-        return join(jax.lax.map(micro, split((batch, mask), ucfg.micro_rows)))
-
-    return score
+    return scoring(of_micro)
 
 
-def make_critic_update(
-    cfg: DecoderConfig, ucfg: UpdateConfig, tx: optax.GradientTransformation, clip: float
-) -> Callable:
-    """Jitted `update(state, batch, mask, old_values, returns) -> (state, metrics)`; donates `state`.
+def make_critic_update(cfg: DecoderConfig, ucfg: UpdateConfig, tx: optax.GradientTransformation, clip: float) -> Step:
+    """`update(state, data, micros) -> (state, metrics)`; donates `state`.
 
-    Arrays float32 [B, T]; `mask` says where the critic is trained. The step is `rl.update.make_update`'s: micro-batches
-    under one denominator, refused when not finite. Metrics: loss, value_clip_fraction, value_mean, explained_variance
-    (1 - var(R - v) / var(R), of the values before the update), grad_norm, update_norm, param_norm, skipped.
+    data: {"batch": Batch, "steps", "values", "returns"}: float32 [B, T]; `steps` says where the critic is trained,
+    `values` are those before the update. The step is `rl.update.stepping`'s: micro-batches under one denominator,
+    refused when not finite. Metrics: loss, value_clip_fraction, value_mean, explained_variance (1 - var(R - v) /
+    var(R), of the values before the update), grad_norm, update_norm, param_norm, skipped.
     """
 
-    @jax.named_scope("update")
-    def update(state, batch: Batch, mask, old_values, returns):
-        denominator = token_count(mask)
+    def of_micro(params, micro):
+        return {"values": values(params, cfg, micro["batch"].ids, micro["batch"].positions, ucfg.remat)}
 
-        def micro_loss(params, micro):
-            batch, mask, old, target = micro
-            new = values(params, cfg, batch.ids, batch.positions, ucfg.remat)
-            return value_loss(new, old, target, mask, clip, denominator)[0], new
+    def loss_of(data, out, tokens):
+        new, returns, steps = out["values"], data["returns"], data["steps"]
+        loss, metrics = value_loss(new, data["values"], returns, steps, clip, tokens)
+        explained = explained_variance(new, returns, steps)
+        return loss, metrics | {"loss": loss, "explained_variance": explained}
 
-        data = (batch, mask, old_values, returns)
-        grads, new = accumulate(micro_loss, state["params"], data, ucfg.micro_rows)
-        loss, metrics = value_loss(new, old_values, returns, mask, clip, denominator)
-        state, norms = apply_gradients(tx, state, grads, loss)
-        metrics |= {"loss": loss, "explained_variance": explained_variance(new, returns, mask)}
-        return state, metrics | norms
-
-    return jax.jit(update, donate_argnums=0)
+    return stepping(of_micro, loss_of, lambda data: token_count(data["steps"]), tx)
 
 
 def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:

@@ -15,47 +15,73 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.decoder import DecoderConfig, param_shapes
-from parasearch_jax.rl.advantages import gae, grpo, whiten
+from parasearch_jax.rl import portions
+from parasearch_jax.rl.advantages import dr_grpo, gae, grpo, reinforce, reinforce_pp, rloo, whiten
 from parasearch_jax.rl.batch import Batch, response_mask
 from parasearch_jax.rl.critic import init_critic, make_critic_update, make_values
-from parasearch_jax.rl.losses import kl, masked_mean, masked_sum, sampler_gap
+from parasearch_jax.rl.losses import adaptive_kl, kl, masked_mean, masked_sum, sampler_gap, truncated_weights
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
-from parasearch_jax.rl.update import Metrics, UpdateConfig, init_state, make_score, make_update
+from parasearch_jax.rl.portions import Portion
+from parasearch_jax.rl.update import Metrics, UpdateConfig, init_state, loss_weights, make_score, make_update
 from parasearch_jax.sharding import layout, rules
+
+COMPARING = ("grpo", "dr_grpo", "rloo")  # the samples of a question; the reward counts whole
+PENALISED = ("ppo", "reinforce", "reinforce_pp")  # these can take the KL from the reward
+NAMES = ("ppo", *COMPARING, *PENALISED[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """What a step draws and how rewards become advantages."""
+    """What a step draws and how rewards become advantages (rl/advantages.py)."""
 
-    name: str  # "grpo" or "ppo"
+    name: str  # one of NAMES
     questions: int  # of a step
     samples: int = 1  # episodes of each question
     temperature: float = 1.0
     updates: int = 1  # optimizer steps a batch, each on its own share of the rows
     variant: str = "strict"  # PPO: time steps are policy tokens; "released": documents and notices are steps too
     std: str = "sample"  # GRPO: of the group's rewards, "sample" or "population"
-    gamma: float = 1.0  # PPO
-    lam: float = 1.0
+    baseline: str = (
+        "group"  # reinforce, reinforce_pp: taken off; "group", the mean of the question's samples, or "none"
+    )
+    gamma: float = 1.0  # PPO, reinforce, reinforce_pp
+    lam: float = 1.0  # PPO
     value_clip: float = 0.5
-    reward_kl: float = 0.0  # PPO: coefficient of log p - log p_ref, taken from the reward of each policy token
+    reward_kl: float = 0.0  # coefficient of log p - log p_ref, taken from the reward of each policy token
+    kl_target: float = 0.0  # of log p - log p_ref: reward_kl is where its coefficient starts, and follows; 0: fixed
+    kl_horizon: int = 10_000  # episodes
+    bypass: bool = False  # the sampler's log-probs are the old ones: no pass over the batch for them
+    mask_documents: bool = True  # False: documents and notices are learned like the policy's own tokens (an ablation)
 
     def __post_init__(self):
-        allowed = {"name": ("grpo", "ppo"), "variant": ("strict", "released"), "std": ("sample", "population")}
+        choices = ("strict", "released"), ("sample", "population"), ("group", "none")
+        allowed = {"name": NAMES, **dict(zip(("variant", "std", "baseline"), choices, strict=True))}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise UserError(f"algorithm.{field} is {getattr(self, field)!r}; use one of: {', '.join(values)}")
-        for field in ("questions", "samples", "updates"):
+        for field in ("questions", "samples", "updates", "kl_horizon"):
             if getattr(self, field) < 1:
                 raise UserError(f"algorithm.{field} is {getattr(self, field)}, it must be >= 1")
-        if self.name == "grpo" and self.samples < 2:
-            raise UserError(f"algorithm.samples is {self.samples}; GRPO compares the samples of a question, give >= 2")
-        if self.name == "grpo" and self.reward_kl:
+        compares = self.name in COMPARING or (self.name in PENALISED[1:] and self.baseline == "group")
+        if compares and self.samples < 2:
             raise UserError(
-                f"algorithm.reward_kl is {self.reward_kl}, which only PPO has; for GRPO set learner.kl_coef instead"
+                f"algorithm.samples is {self.samples}; {self.name} compares the samples of a question, give >= 2"
+            )
+        if self.reward_kl and self.name not in PENALISED:
+            raise UserError(
+                f"algorithm.reward_kl is {self.reward_kl}, which {self.name} has not: set learner.kl_coef instead"
+            )
+        if self.kl_target and not self.reward_kl:
+            raise UserError(
+                f"algorithm.kl_target is {self.kl_target} and reward_kl is 0: give the coefficient to start from"
+            )
+        if self.bypass and not self.mask_documents:
+            raise UserError(
+                "algorithm.bypass needs mask_documents: the sampler has no log-probs of documents to take as old ones"
             )
 
 
@@ -65,8 +91,9 @@ class Learner(NamedTuple):
     shapes: Any  # the state as ShapeDtypeStructs, with a mesh also how it lies there
     init: Callable  # (params) -> state, with copies of them
     reference: Callable  # (params) -> a copy as the reference computes with it, in the compute dtype
-    score: Callable  # (state, batch, reference or None) -> (scores, metrics)
-    update: Callable  # (state, batch, scores) -> (state, metrics); donates the state
+    cut: Callable  # (lengths of a batch's rows, numpy) -> the portions of its updates, list[Portion]
+    score: Callable  # (state, batch, cut, reference or None) -> (scores, metrics)
+    update: Callable  # (state, batch, cut, scores) -> (state, metrics); donates the state
 
 
 def make_learner(
@@ -79,29 +106,31 @@ def make_learner(
 ) -> Learner:
     """The learner of `algorithm`; PPO needs `critic_optimizer`.
 
-    With a mesh the state is laid out by sharding/rules.py, and batches come from `rl.put_batch`.
-    A batch must have a multiple of `algorithm.updates * ucfg.micro_rows` rows. Metrics are those of `make_update`, with
-    several updates their mean (ratio_max: the largest; skipped: the last); the sampler's gap; PPO's critic under
-    "critic/".
+    With a mesh the state is laid out by sharding/rules.py, and batches come from `rl.put_batch`. Metrics are those of
+    `make_update`, with several updates their mean (ratio_max: the largest; skipped: the last); the sampler's gap; PPO's
+    critic under "critic/".
     """
     if mesh is not None and ucfg.micro_rows % mesh.shape["fsdp"]:
         raise UserError(
             f"learner.micro_rows is {ucfg.micro_rows}, mesh.fsdp is {mesh.shape['fsdp']}: give micro-batches of a "
             "multiple of mesh.fsdp rows"
         )
-    actor_tx, ppo = make_optimizer(optimizer), algorithm.name == "ppo"
+    actor_tx, ppo, adaptive = make_optimizer(optimizer), algorithm.name == "ppo", algorithm.kl_target > 0
     logprobs, update_actor = make_score(cfg, ucfg), make_update(cfg, ucfg, actor_tx)
     if ppo:
         critic_tx, values = make_optimizer(critic_optimizer), make_values(cfg, ucfg)
         update_critic = make_critic_update(cfg, ucfg, critic_tx, algorithm.value_clip)
     gap = jax.jit(lambda old, batch: sampler_gap(old, batch.logprobs, batch.policy_mask))
+    learned = jax.jit(lambda batch: batch if algorithm.mask_documents else _with_documents(batch))
     steps = jax.jit(response_mask if algorithm.variant == "released" else lambda batch: batch.policy_mask)
-    targets = jax.jit(_gae_targets if ppo else _grpo_targets, static_argnums=0)
-    share = jax.jit(_share, static_argnums=1)
+    targets = jax.jit(functools.partial(_targets, algorithm, ucfg))
+    share = jax.jit(functools.partial(_share, ucfg))
 
     def start(params):
         state = {"actor": init_state(params, actor_tx)}
-        return state | {"critic": init_state(init_critic(params), critic_tx)} if ppo else state
+        if ppo:
+            state["critic"] = init_state(init_critic(params), critic_tx)
+        return state | ({"kl_coef": jnp.float32(algorithm.reward_kl)} if adaptive else {})
 
     shapes = jax.eval_shape(start, param_shapes(cfg))
     if mesh is not None:
@@ -121,28 +150,45 @@ def make_learner(
     def reference(params):
         return copy(here(params))
 
-    def score(state, batch: Batch, reference=None):
-        old, _ = logprobs(state["actor"]["params"], batch)
-        scores = {"old": old}
-        if reference is not None:
-            scores["ref"], _ = logprobs(reference, batch)
-        if ppo:
-            scores["values"] = values(state["critic"]["params"], batch, steps(batch))
-        return scores, gap(old, batch)
+    def cut(lengths: np.ndarray) -> list[Portion]:
+        multiple = 1 if mesh is None else mesh.shape["fsdp"]
+        shares = portions.portions(lengths, algorithm.updates, ucfg.buckets, ucfg.micro_rows, multiple)
+        return portions.put(shares, mesh)
 
-    def update(state, batch: Batch, scores):
-        goals, metrics = targets(algorithm, batch, steps(batch), scores)
+    def score(state, batch: Batch, cut: list[Portion], reference=None):
+        micros, sampled = [micro for portion in cut for micro in portion.micros], batch
+        batch, scores, metrics = learned(batch), {"old": batch.logprobs}, {}
+        if not algorithm.bypass:
+            scores["old"] = logprobs(state["actor"]["params"], batch, micros)
+            metrics = gap(scores["old"], sampled)
+        if reference is not None:
+            scores["ref"] = logprobs(reference, batch, micros)
+        if ppo:
+            data = {"batch": batch, "steps": steps(batch)}
+            scores["values"] = values(state["critic"]["params"], data, micros)
+        return scores, metrics
+
+    def update(state, batch: Batch, cut: list[Portion], scores):
+        sampled, batch = batch, learned(batch)
+        goals, metrics = targets(batch, sampled, steps(batch), scores, state.get("kl_coef"))
         actor, critic, seen = state["actor"], state.get("critic"), []
-        for rows, goal, old in share((batch, goals, scores), algorithm.updates):
+        for portion in cut:
+            data = share({"batch": batch, "steps": steps(batch)} | goals | scores, portion.members)
             of_critic = {}
             if ppo:
-                critic, of_critic = update_critic(critic, rows, steps(rows), old["values"], goal["returns"])
-            actor, of_actor = update_actor(actor, rows, goal["advantages"], old["old"], old.get("ref"))
+                of_values = {name: data[name] for name in ("batch", "steps", "values", "returns")}
+                critic, of_critic = update_critic(critic, of_values, portion.micros)
+            of_policy = {name: x for name, x in data.items() if name not in ("steps", "values", "returns")}
+            actor, of_actor = update_actor(actor, of_policy, portion.micros)
             seen.append(of_actor | {f"critic/{name}": x for name, x in of_critic.items()})
-        state = {"actor": actor} | ({"critic": critic} if ppo else {})
+        state = (
+            {"actor": actor}
+            | ({"critic": critic} if ppo else {})
+            | ({"kl_coef": metrics["kl_coef"]} if adaptive else {})
+        )
         return state, metrics | _combined(seen)
 
-    return Learner(shapes, *(_under(mesh, function) for function in (init, reference, score, update)))
+    return Learner(shapes, *(_under(mesh, function) for function in (init, reference, cut, score, update)))
 
 
 def _under(mesh: jax.sharding.Mesh | None, function: Callable) -> Callable:
@@ -158,33 +204,55 @@ def _under(mesh: jax.sharding.Mesh | None, function: Callable) -> Callable:
     return run
 
 
-def _grpo_targets(algorithm: AlgorithmConfig, batch: Batch, steps, scores) -> tuple[dict, Metrics]:
-    return {"advantages": grpo(batch.rewards, batch.policy_mask, batch.group, algorithm.std)}, {}
+def _with_documents(batch: Batch) -> Batch:
+    """Documents and notices as if the policy had said them."""
+    return dataclasses.replace(batch, policy_mask=response_mask(batch))
 
 
-def _gae_targets(algorithm: AlgorithmConfig, batch: Batch, steps, scores) -> tuple[dict, Metrics]:
-    """Whitened advantages and returns, [B, T]. The KL to the reference (k1) is taken from the rewards before."""
-    rewards, metrics, mask = batch.rewards, {}, batch.policy_mask
+def _targets(
+    algorithm: AlgorithmConfig, ucfg: UpdateConfig, batch: Batch, sampled: Batch, steps, scores, kl_coef
+) -> tuple[dict, Metrics]:
+    """What the updates of a batch aim at, [B, T]: advantages, returns with a critic, importance weights; and metrics.
+
+    The KL to the reference (k1) is taken from the rewards before, where the algorithm has it. `sampled`: the batch with
+    the mask of what was sampled."""
+    goals, metrics, mask, penalty = {}, {}, batch.policy_mask, jnp.zeros(batch.ids.shape)
     if algorithm.reward_kl:
-        penalty = algorithm.reward_kl * kl(scores["old"], scores["ref"], "k1", mask)
-        rewards = rewards - penalty
-        episodes = jnp.maximum((batch.lengths > 0).sum(), 1)
-        metrics["reward_kl"] = masked_sum(penalty, mask) / episodes  # what an episode pays
-    advantages, returns = gae(rewards, scores["values"], steps, algorithm.gamma, algorithm.lam)
-    metrics |= {"return_mean": masked_mean(returns, mask), "advantage_mean": masked_mean(advantages, mask)}
-    return {"advantages": whiten(advantages, steps), "returns": returns}, metrics
+        divergence = kl(scores["old"], scores["ref"], "k1", mask)
+        kl_coef = algorithm.reward_kl if kl_coef is None else kl_coef  # of the state, where it adapts
+        penalty = kl_coef * divergence
+        episodes = (batch.lengths > 0).sum()
+        metrics["reward_kl"] = masked_sum(penalty, mask) / jnp.maximum(episodes, 1)  # what an episode pays
+        if algorithm.kl_target:
+            measured = masked_mean(divergence, mask)
+            metrics["kl_coef"] = adaptive_kl(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, episodes)
+    rewards, of_group = batch.rewards - penalty, (batch.rewards, mask, batch.group)
+    if algorithm.name == "ppo":
+        advantages, goals["returns"] = gae(rewards, scores["values"], steps, algorithm.gamma, algorithm.lam)
+        goals["advantages"] = whiten(advantages, steps)
+        metrics["return_mean"] = masked_mean(goals["returns"], mask)
+        metrics["advantage_mean"] = masked_mean(advantages, mask)
+    elif algorithm.name == "reinforce":
+        goals["advantages"] = reinforce(rewards, mask, batch.group, algorithm.baseline, algorithm.gamma)
+    elif algorithm.name == "reinforce_pp":
+        goals["advantages"] = reinforce_pp(*of_group, penalty, algorithm.baseline, algorithm.gamma)
+    elif algorithm.name == "grpo":
+        goals["advantages"] = grpo(*of_group, algorithm.std)
+    else:
+        goals["advantages"] = {"dr_grpo": dr_grpo, "rloo": rloo}[algorithm.name](*of_group)
+    if ucfg.importance_cap:
+        weights, seen = truncated_weights(scores["old"], sampled.logprobs, sampled.policy_mask, ucfg.importance_cap)
+        goals["importance"] = jnp.where(sampled.policy_mask > 0, weights, 1.0)
+        metrics |= seen
+    return goals, metrics
 
 
-def _share(tree, updates: int) -> tuple:
-    """[B, ...] leaves cut into `updates` blocks of rows. Rows lie by question, so that few groups lie in two blocks."""
-
-    def block(x, i):
-        if x.shape[0] % updates:
-            raise ValueError(f"batch of {x.shape[0]} rows, {updates} updates: build it with a multiple of {updates}")
-        size = x.shape[0] // updates
-        return x[i * size : (i + 1) * size]
-
-    return tuple(jax.tree.map(lambda x, i=i: block(x, i), tree) for i in range(updates))
+def _share(ucfg: UpdateConfig, data: dict[str, Any], members: jax.Array) -> dict[str, Any]:
+    """The data of an update: the rows [B] of other updates have no policy tokens and no time steps; and the weights of
+    its tokens."""
+    batch, of_row = data["batch"], members[:, None]
+    batch = dataclasses.replace(batch, policy_mask=batch.policy_mask * of_row)
+    return data | {"batch": batch, "steps": data["steps"] * of_row, "weights": loss_weights(ucfg, batch)}
 
 
 @jax.jit

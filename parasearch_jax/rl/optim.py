@@ -17,6 +17,7 @@ class OptimConfig:
 
     lr: float
     warmup_steps: int = 0
+    zero_start: bool = False  # as released: the first update of the warm-up has a learning rate of 0
     weight_decay: float = 0.01
     clip_norm: float = 1.0  # of the global gradient norm
     b1: float = 0.9
@@ -50,7 +51,8 @@ def make_optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
 
 def learning_rate(cfg: OptimConfig) -> optax.Schedule:
     """count (updates done so far) -> learning rate. (count + 1) / warmup: warm-ups that start at 0 waste a batch."""
-    return lambda count: cfg.lr * jnp.minimum(1.0, (count + 1) / max(cfg.warmup_steps, 1))
+    first = 0 if cfg.zero_start and cfg.warmup_steps else 1
+    return lambda count: cfg.lr * jnp.minimum(1.0, (count + first) / max(cfg.warmup_steps, 1))
 
 
 def decayed(params):

@@ -63,4 +63,4 @@ def episodes():
 @pytest.fixture(scope="session")
 def batch(episodes):
     rewards = [({"total": r}, ()) for r in (1.0, 0.0, 0.5, 1.1, 0.0, 1.0, 0.0, 0.25)]
-    return jax.device_put(build_batch(episodes, rewards, buckets=(16, 24, 48)))
+    return jax.device_put(build_batch(episodes, rewards, tokens=24))

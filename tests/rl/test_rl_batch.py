@@ -39,7 +39,7 @@ def two_turns(question_id="q"):
 
 def test_t05_row_holds_the_sampled_ids():
     episode = two_turns()
-    batch = build_batch([episode], [NOTHING], (16,))
+    batch = build_batch([episode], [NOTHING], 16)
     row = [4, 3, 5, 6, 1, 2, 7, 5, 10, 9, 9, 5, 3, 8]
     assert batch.ids[0].tolist() == [*row, 0, 0]
     assert "".join(PIECES[i] for i in row) == "".join(s.text for s in episode.segments)
@@ -54,12 +54,12 @@ def test_t05_unequal_lengths_raise():
     episode = two_turns()
     object.__setattr__(episode.segments[1], "logprobs", (-0.1,))  # behind the back of Segment's own check
     with pytest.raises(ValueError, match="14 ids, 11 log-probs, 14 mask entries"):
-        build_batch([episode], [NOTHING], (16,))
+        build_batch([episode], [NOTHING], 16)
 
 
 def test_t06_mask_comes_from_the_source_when_pad_is_the_end_id():
     end = PIECES.index("<end>")
-    batch = build_batch([two_turns()], [NOTHING], (16,), pad_id=end)
+    batch = build_batch([two_turns()], [NOTHING], 16, pad_id=end)
     assert batch.ids[0, 13:].tolist() == [end] * 3
     assert batch.policy_mask[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0]
 
@@ -67,20 +67,20 @@ def test_t06_mask_comes_from_the_source_when_pad_is_the_end_id():
 def test_t06_padding_on_the_left_is_only_a_longer_prompt():
     padded = two_turns()
     padded.segments.insert(0, segment("prompt", "<pad>", "<pad>"))
-    plain, shifted = (build_batch([e], [NOTHING], (16,)).policy_mask[0] for e in (two_turns(), padded))
+    plain, shifted = (build_batch([e], [NOTHING], 16).policy_mask[0] for e in (two_turns(), padded))
     assert shifted.tolist() == [0, 0, *plain.tolist()[:14]]
 
 
 def test_t06_policy_like_ids_in_the_prompt_stay_masked():
     episode = two_turns()
     episode.segments.insert(0, segment("prompt", "<search>", "he", "llo", "</search>", "hello", "<end>"))
-    batch = build_batch([episode], [NOTHING], (24,))
+    batch = build_batch([episode], [NOTHING], 24)
     assert batch.policy_mask[0, :9].sum() == 0
     assert batch.policy_mask.sum() == 6
 
 
 def test_t06_gradient_of_masked_log_probs_is_exactly_zero():
-    batch = build_batch([two_turns()], [NOTHING], (16,))
+    batch = build_batch([two_turns()], [NOTHING], 16)
     advantages = np.ones((1, 16), np.float32)
     grad = jax.grad(lambda lp: policy_loss(lp, batch.logprobs, advantages, batch.policy_mask)[0])(batch.logprobs)
     assert (np.asarray(grad != 0) == (batch.policy_mask == 1)).all()
@@ -89,25 +89,19 @@ def test_t06_gradient_of_masked_log_probs_is_exactly_zero():
 def test_rewards_sit_on_policy_tokens():
     episode = two_turns()
     episode.segments.append(segment("docs", "doc", "doc"))  # the last id is a document: the total must not sit there
-    batch = build_batch([episode], [({"em": 1.0, "format": -0.25}, [(0, 0.5), (1, 2.0)])], (16,))
+    batch = build_batch([episode], [({"em": 1.0, "format": -0.25}, [(0, 0.5), (1, 2.0)])], 16)
     expected = np.zeros(16)
     expected[6], expected[13] = 0.5, 0.75 + 2.0
     np.testing.assert_array_equal(batch.rewards[0], expected)
 
 
 def test_groups_by_question_in_any_row_order():
-    batch = build_batch([two_turns(q) for q in "abacb"], [NOTHING] * 5, (16,))
+    batch = build_batch([two_turns(q) for q in "abacb"], [NOTHING] * 5, 16)
     assert batch.group.tolist() == [0, 1, 0, 2, 1]
 
 
-def test_smallest_bucket_that_holds_the_longest():
-    rewards = [NOTHING]
-    assert build_batch([two_turns()], rewards, (64, 14, 32)).ids.shape == (1, 14)
-    assert build_batch([two_turns()], rewards, (13, 32, 64)).ids.shape == (1, 32)
-
-
 def test_filled_up_to_whole_micro_batches():
-    batch = build_batch([two_turns(q) for q in "abc"], [NOTHING] * 3, (16,), rows=4)
+    batch = build_batch([two_turns(q) for q in "abc"], [NOTHING] * 3, 16, multiple=4)
     assert batch.ids.shape == (4, 16)
     assert batch.policy_mask[3].sum() == 0 and batch.lengths.tolist() == [14, 14, 14, 0]
     assert batch.group.tolist() == [0, 1, 2, 3]
@@ -115,7 +109,7 @@ def test_filled_up_to_whole_micro_batches():
 
 def test_episode_without_policy_tokens_is_a_masked_row():
     episode = Episode([segment("prompt", "Q:")], question_id="q", stop_reason="cancelled")
-    batch = build_batch([episode], [({"total": 0.0}, None)], (4,))
+    batch = build_batch([episode], [({"total": 0.0}, None)], 4)
     assert batch.policy_mask.sum() == 0 and batch.rewards.sum() == 0
 
 
@@ -153,23 +147,25 @@ def test_what_cannot_be_trained_on_is_named(damage, reward, message):
     if damage:
         damage(episode)
     with pytest.raises(ValueError, match=message):
-        build_batch([episode], [reward], (16,))
+        build_batch([episode], [reward], 16)
 
 
 def test_step_reward_of_an_action_without_policy_tokens_raises():
     episode = two_turns()
     episode.actions[0] = Search(("hello",), (2, 0, 1))
     with pytest.raises(ValueError, match="action 0 points at segment 2"):
-        build_batch([episode], [({}, [(0, 1.0)])], (16,))
+        build_batch([episode], [({}, [(0, 1.0)])], 16)
 
 
 def test_too_long_an_episode_is_an_error_not_a_cut():
-    with pytest.raises(UserError, match=r"question 'q', sample 0, has 14 tokens.*holds 13.*larger bucket"):
-        build_batch([two_turns()], [NOTHING], (8, 13))
+    with pytest.raises(
+        UserError, match=r"the episode of question 'q', sample 0, has 14 tokens.*holds 13.*larger bucket"
+    ):
+        build_batch([two_turns()], [NOTHING], 13)
 
 
 def test_no_episodes_and_missing_rewards_raise():
     with pytest.raises(ValueError, match="0 episodes"):
-        build_batch([], [], (16,))
+        build_batch([], [], 16)
     with pytest.raises(ValueError, match="zip"):
-        build_batch([two_turns()], [], (16,))
+        build_batch([two_turns()], [], 16)

@@ -1,23 +1,23 @@
 """PPO's critic on a tiny real decoder: the index rule, a gradient written out, and that it learns."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import update_critic
+from steps import values as values_of
 
 from parasearch_jax.models import decoder
 from parasearch_jax.rl.batch import response_mask
-from parasearch_jax.rl.critic import explained_variance, init_critic, make_critic_update, make_values, values
+from parasearch_jax.rl.critic import explained_variance, init_critic, values
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
 from parasearch_jax.rl.update import UpdateConfig, init_state
 
 UCFG = UpdateConfig(micro_rows=2)
 SGD = optax.sgd(1.0)
-update_fn = functools.cache(make_critic_update)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def inputs(batch):
 
 
 def gradient(cfg, critic, ucfg, inputs):
-    state, metrics = update_fn(cfg, ucfg, SGD, 0.5)(init_state(critic, SGD), *inputs)
+    state, metrics = update_critic(cfg, ucfg, SGD, 0.5, init_state(critic, SGD), *inputs)
     return jax.tree.map(jnp.subtract, critic, state["params"]), metrics
 
 
@@ -47,7 +47,7 @@ def test_starts_at_zero_on_a_copy_without_the_output_matrix(cfg, batch):
     untied = dataclasses.replace(cfg, tie_word_embeddings=False)
     critic = init_critic(decoder.init(untied, jax.random.key(0)))
     assert "head" not in critic["backbone"]
-    assert not make_values(untied, UCFG)(critic, batch, batch.policy_mask).any()
+    assert not values_of(untied, UCFG, critic, batch, batch.policy_mask).any()
 
 
 def test_value_of_a_token_does_not_know_the_token(cfg, critic, batch):
@@ -63,7 +63,7 @@ def test_values_are_hidden_states_times_the_head(cfg, critic, params, batch):
     hidden = np.asarray(decoder.forward(params, cfg, batch.ids, batch.positions))
     expected = np.zeros(batch.ids.shape)
     expected[:, 1:] = hidden[:, :-1] @ np.asarray(critic["value"]["kernel"]) + 0.3
-    scored = make_values(cfg, UCFG)(critic, batch, batch.policy_mask)
+    scored = values_of(cfg, UCFG, critic, batch, batch.policy_mask)
     np.testing.assert_allclose(scored, expected * batch.policy_mask, atol=1e-5)
 
 
@@ -109,10 +109,9 @@ def test_learns_the_returns(cfg, params, batch):
     mask = response_mask(batch)
     returns = mask * batch.lengths[:, None] / 10.0
     tx = make_optimizer(OptimConfig(lr=1e-2))
-    state, update = init_state(init_critic(params), tx), make_critic_update(cfg, UCFG, tx, clip=100.0)
-    explained = []
+    state, explained = init_state(init_critic(params), tx), []
     for _ in range(40):
-        state, metrics = update(state, batch, mask, jnp.zeros_like(returns), returns)
+        state, metrics = update_critic(cfg, UCFG, tx, 100.0, state, batch, mask, jnp.zeros_like(returns), returns)
         explained.append(float(metrics["explained_variance"]))
     assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.8
 

@@ -69,3 +69,12 @@ def test_norms_and_biases_are_not_decayed(params):
 def test_bad_settings_are_named(bad):
     with pytest.raises(UserError, match="it must be"):
         OptimConfig(**bad)
+
+
+def test_the_released_warm_up_begins_at_0():
+    rates = [learning_rate(OptimConfig(lr=2.0, warmup_steps=4, zero_start=zero)) for zero in (False, True)]
+    assert [[float(rate(count)) for count in (0, 1, 3, 4, 9)] for rate in rates] == [
+        [0.5, 1.0, 2.0, 2.0, 2.0],
+        [0.0, 0.5, 1.5, 2.0, 2.0],
+    ]
+    assert learning_rate(OptimConfig(lr=2.0, zero_start=True))(0) == 2.0  # no warm-up

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import data_of, micros, score, update
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import decoder
@@ -21,8 +22,6 @@ UCFG = UpdateConfig(micro_rows=2, logprob_chunk=10, kl_coef=0.1)
 SGD = optax.sgd(1.0)
 ADAM = make_optimizer(OptimConfig(lr=3e-3, warmup_steps=3))
 
-score_fn, update_fn = functools.cache(make_score), functools.cache(make_update)  # compiled once for all tests
-
 
 @pytest.fixture(scope="module")
 def expected(cfg, params, inputs):
@@ -33,7 +32,7 @@ def expected(cfg, params, inputs):
 @pytest.fixture(scope="module")
 def inputs(cfg, params, batch):
     """(batch, advantages, old, ref): old log-probs a little off, so that clipping and KL have something to do."""
-    logprobs, _ = score_fn(cfg, UCFG)(params, batch)
+    logprobs = score(cfg, UCFG, params, batch)
     noise = 0.15 * jax.random.normal(jax.random.key(1), (2, *logprobs.shape))
     advantages = grpo(batch.rewards, batch.policy_mask, batch.group)
     return batch, advantages, logprobs + noise[0], logprobs + noise[1]
@@ -41,7 +40,7 @@ def inputs(cfg, params, batch):
 
 def gradient(cfg, params, ucfg, inputs):
     """Gradient tree and metrics of one update."""
-    state, metrics = update_fn(cfg, ucfg, SGD)(init_state(params, SGD), *inputs)
+    state, metrics = update(cfg, ucfg, SGD, init_state(params, SGD), *inputs)
     return jax.tree.map(jnp.subtract, params, state["params"]), metrics
 
 
@@ -51,13 +50,12 @@ def assert_close(a, b, tolerance):
 
 
 def test_score_follows_the_index_rule(cfg, params, batch):
-    logprobs, entropy = score_fn(cfg, UCFG)(params, batch)
+    logprobs = score(cfg, UCFG, params, batch)
     logits = decoder.logits(params, cfg, decoder.forward(params, cfg, batch.ids, batch.positions))
     logp = jax.nn.log_softmax(logits)[:, :-1]
     mask = batch.policy_mask[:, 1:]
     expected = jnp.take_along_axis(logp, batch.ids[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(logprobs[:, 1:], expected * mask, atol=1e-5)
-    np.testing.assert_allclose(entropy[:, 1:], -(jnp.exp(logp) * logp).sum(-1) * mask, atol=1e-5)
     assert not logprobs[:, 0].any()
 
 
@@ -83,7 +81,17 @@ def test_gradient_against_the_loss_written_out(cfg, params, inputs, expected):
     assert 0 < metrics["clip_fraction"] < 1 and metrics["kl"] > 0
 
 
-@pytest.mark.parametrize("change", [{"micro_rows": 8}, {"logprob_chunk": 128}, {"remat": "full"}, {"remat": "dots"}])
+PORTIONS = [
+    {"micro_rows": 8},
+    {"micro_rows": 3},
+    {"buckets": (9, 12, 24)},
+    {"logprob_chunk": 128},
+    {"remat": "full"},
+    {"remat": "dots"},
+]
+
+
+@pytest.mark.parametrize("change", PORTIONS)
 def test_portions_change_nothing(cfg, params, inputs, expected, change):
     got = gradient(cfg, params, dataclasses.replace(UCFG, **change), inputs)
     assert_close(got, expected, 1e-6)
@@ -110,8 +118,8 @@ def test_order_of_episodes_changes_nothing(cfg, params, episodes):
 
     def result(order):
         rewards = [({"total": (i * 0.37) % 1}, ()) for i in order]
-        batch = jax.device_put(build_batch([episodes[i] for i in order], rewards, (24,)))
-        old, _ = score_fn(cfg, UCFG)(params, batch)
+        batch = jax.device_put(build_batch([episodes[i] for i in order], rewards, 24))
+        old = score(cfg, UCFG, params, batch)
         return gradient(cfg, params, UCFG, (batch, grpo(batch.rewards, batch.policy_mask, batch.group), old, old))
 
     assert_close(result([5, 0, 7, 1, 4, 3, 6, 2]), result(range(8)), 1e-6)
@@ -121,8 +129,8 @@ def test_order_of_episodes_changes_nothing(cfg, params, episodes):
 def test_t11_unchanged_weights_have_ratio_one(cfg, params, inputs, temperature):
     ucfg = dataclasses.replace(UCFG, temperature=temperature, kl_coef=0.0)
     batch, advantages, *_ = inputs
-    old, _ = score_fn(cfg, ucfg)(params, batch)
-    _, metrics = update_fn(cfg, ucfg, SGD)(init_state(params, SGD), batch, advantages, old)
+    old = score(cfg, ucfg, params, batch)
+    _, metrics = update(cfg, ucfg, SGD, init_state(params, SGD), batch, advantages, old)
     np.testing.assert_allclose([metrics["ratio_mean"], metrics["ratio_max"]], 1, atol=1e-5)
     np.testing.assert_allclose(metrics["approx_kl"], 0, atol=1e-5)
     assert metrics["clip_fraction"] == 0 and "kl" not in metrics
@@ -130,18 +138,18 @@ def test_t11_unchanged_weights_have_ratio_one(cfg, params, inputs, temperature):
 
 @pytest.mark.parametrize("slot", ["advantage", "old"])
 def test_t07_step_that_is_not_finite_is_refused(cfg, params, inputs, slot):
-    update = update_fn(cfg, UCFG, ADAM)
+    step = functools.partial(update, cfg, UCFG, ADAM)
     batch, advantages, old, ref = inputs
-    state, _ = update(init_state(params, ADAM), *inputs)
+    state, _ = step(init_state(params, ADAM), *inputs)
     before = jax.tree.map(np.array, state)
     t = int(np.flatnonzero(batch.policy_mask[0])[0])
     bad = {"advantage": advantages, "old": old}
     bad[slot] = bad[slot].at[0, t].set(jnp.nan)
-    state, metrics = update(state, batch, bad["advantage"], bad["old"], ref)
+    state, metrics = step(state, batch, bad["advantage"], bad["old"], ref)
     for part in ("params", "opt", "step"):
         jax.tree.map(np.testing.assert_array_equal, state[part], before[part])
     assert (int(state["skipped"]), int(metrics["skipped"]), float(metrics["update_norm"])) == (1, 1, 0.0)
-    state, metrics = update(state, *inputs)
+    state, metrics = step(state, *inputs)
     assert (int(state["skipped"]), int(state["step"])) == (1, 2) and metrics["update_norm"] > 0
     assert optax.tree.norm(jax.tree.map(jnp.subtract, state["params"], before["params"])) > 0
 
@@ -161,11 +169,11 @@ def test_second_update_traces_nothing_and_transfers_nothing(cfg, params, inputs,
     score, update = make_score(cfg, UCFG), make_update(cfg, UCFG, ADAM)
     state = init_state(params, ADAM)
     batch, advantages, _, ref = inputs
-    counts = []
+    counts, cut, data = [], micros(batch, UCFG), data_of(UCFG, batch, advantages, advantages, ref)
     with jax.transfer_guard("disallow"):
         for _ in range(3):
-            old, _ = score(state["params"], batch)
-            state, _ = update(state, batch, advantages, old, ref)
+            old = score(state["params"], batch, cut)
+            state, _ = update(state, data | {"old": old}, cut)
             counts.append(len(traces))
     assert counts[0] > 0 and counts == [counts[0]] * 3
     assert int(state["step"]) == 3
@@ -173,7 +181,7 @@ def test_second_update_traces_nothing_and_transfers_nothing(cfg, params, inputs,
 
 def test_state_is_donated_and_the_callers_parameters_are_not(cfg, params, inputs):
     state = init_state(params, SGD)
-    update_fn(cfg, UCFG, SGD)(state, *inputs)
+    update(cfg, UCFG, SGD, state, *inputs)
     assert all(x.is_deleted() for x in jax.tree.leaves(state["params"]))
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
@@ -182,10 +190,9 @@ def test_entropy_bonus_raises_the_entropy(cfg, params, inputs):
     batch, advantages, old, _ = inputs
     ucfg = dataclasses.replace(UCFG, kl_coef=0.0, entropy_coef=1.0)
     tx = optax.sgd(0.05)
-    update, state = update_fn(cfg, ucfg, tx), init_state(params, tx)
-    entropies = []
+    state, entropies = init_state(params, tx), []
     for _ in range(4):
-        state, metrics = update(state, batch, 0 * advantages, old)
+        state, metrics = update(cfg, ucfg, tx, state, batch, 0 * advantages, old)
         entropies.append(float(metrics["entropy"]))
     assert entropies == sorted(entropies) and entropies[-1] > entropies[0]
     np.testing.assert_allclose(metrics["loss"], metrics["policy_loss"] - metrics["entropy"], atol=1e-6)
@@ -193,21 +200,19 @@ def test_entropy_bonus_raises_the_entropy(cfg, params, inputs):
 
 def test_updates_make_good_episodes_likelier(cfg, params, inputs):
     batch, advantages, _, ref = inputs
-    score, update, state = score_fn(cfg, UCFG), update_fn(cfg, UCFG, ADAM), init_state(params, ADAM)
-    first, _ = score(state["params"], batch)
+    state = init_state(params, ADAM)
+    first = score(cfg, UCFG, state["params"], batch)
     for _ in range(10):
-        old, _ = score(state["params"], batch)
-        state, _ = update(state, batch, advantages, old, ref)
-    last, _ = score(state["params"], batch)
+        old = score(cfg, UCFG, state["params"], batch)
+        state, _ = update(cfg, UCFG, ADAM, state, batch, advantages, old, ref)
+    last = score(cfg, UCFG, state["params"], batch)
     assert ((last - first) * advantages).sum() > 0
 
 
 def test_what_does_not_fit_is_named(cfg, params, inputs):
     batch, advantages, old, _ = inputs
-    with pytest.raises(ValueError, match="batch of 8 rows, micro_rows 3: build the batch with rows=3"):
-        score_fn(cfg, dataclasses.replace(UCFG, micro_rows=3))(params, batch)
-    with pytest.raises(ValueError, match=r"kl_coef is 0\.1 but ref_logprobs is None"):
-        update_fn(cfg, UCFG, SGD)(init_state(params, SGD), batch, advantages, old)
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.1 but there is no 'ref'"):
+        update(cfg, UCFG, SGD, init_state(params, SGD), batch, advantages, old)
     for bad in ({"temperature": 0.0}, {"kl_kind": "k1"}, {"micro_rows": 0}, {"logprob_chunk": 0}):
         with pytest.raises(UserError, match=next(iter(bad))):
             UpdateConfig(**bad)
