@@ -1,5 +1,6 @@
 """benchmarks/rollout.py: that its loops do the same job, each in the way it is named after."""
 
+import importlib.util
 import math
 import subprocess
 import sys
@@ -10,11 +11,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import rollout
 from lockstep import Design, Fine, LockStep
 from scripted_search import Script, scripted, small_world, words_tokenizer
 
 from parasearch_jax.rollout import Engine
+
+# By its path: `rollout` is also a folder of tests.
+spec = importlib.util.spec_from_file_location("rollout_benchmark", f"{sys.path[0]}/rollout.py")
+rollout = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rollout)
 
 TINY = {
     "vocab_size": 600,

@@ -16,6 +16,7 @@ from parasearch_jax.data import Question
 from parasearch_jax.models import Model
 from parasearch_jax.retrieval import Retriever
 from parasearch_jax.rollout import Answer, Engine, Invalid, Search
+from parasearch_jax.rollout.shards import Shards
 
 SHARE, BORDER = 0.99, 1e-5
 SEED, STEP = 5, 7
@@ -114,8 +115,7 @@ def test_the_claim_on_the_small_world(temperature):
     assert len(want) == 200 and {Search, Answer} <= seen(want)
     search = lambda query: retriever.search_sync([query], config.topk)[0]  # noqa: E731
     plainly = model, protocol, questions
-    late = rollout(model, questions, protocol, Late(retriever, 0.02), temperature, **limits)
-    assert late == want  # deterministic mode: log-probs too, bit for bit
+    assert rollout(model, questions, protocol, Late(retriever, 0.02), temperature, **limits) == want
     hold(partings_from_plain(*plainly, want, search, temperature, limits), want)
     for slots, delay in ((64, 0.1), (24, 0.02), (7, 0.005)):
         changed = limits | dict(slots=slots, deterministic=False)
@@ -152,6 +152,29 @@ def test_the_claim_on_random_weights(models, questions, temperature):
     got = rollout(model, questions, PROTOCOL, Late(Fake(), 0.02), temperature, **changed)
     hold(partings(model, want, got, temperature, 128), got)
     hold(partings_from_plain(model, PROTOCOL, questions, got, fake_search, temperature, SHORT), got)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_devices_work_is_a_function_of_the_tokens_in_deterministic_mode_alone(
+    models, questions, monkeypatch, deterministic
+):
+    """Which rows are appended with which, and what is read for a chunk; log-probs are the same bit for bit then."""
+    calls = []
+
+    def watch(name, describe):
+        real = getattr(Shards, name)
+        monkeypatch.setattr(Shards, name, lambda *args: calls.append(describe(*args)) or real(*args))
+
+    watch("extend", lambda shards, rows, key: [(row.slot, row.start, len(row.ids)) for row in rows])
+    watch("decode", lambda shards, table, steps, longest, truncated: longest)
+
+    def run(retriever):
+        calls.clear()
+        limits = SHORT | dict(deterministic=deterministic)
+        return rollout(models[1.0], questions[:60], PROTOCOL, retriever, 1.0, **limits), list(calls)
+
+    (want, at_once), (got, late) = run(Fake()), run(Late(Fake(), 0.02))
+    assert (at_once == late) == deterministic and (not deterministic or got == want)
 
 
 @pytest.mark.parametrize("temperature, unit", [(0.0, 3), (1.0, 0)])
