@@ -16,7 +16,7 @@ from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 SAMPLES = 8
 OCCUPANCY = 0.85
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.slow
 
 
 class Seen:

@@ -103,6 +103,7 @@ def test_soak(batches):
         for episodes in batches(running, world, retriever):
             check(episodes, world.model.tokenizer, world.limits.max_total_tokens, world.protocol)
             ended.update(e.stop_reason for e in episodes)
+            assert not ended["cancelled"], "the watchdog: a search had no end"
             failed += sum(e.failed_searches for e in episodes)
             memory.append(resident())
         assert sum(ended.values()) == EPISODES and set(ended) <= set(STOP_REASONS) - {"cancelled", "error"}
