@@ -14,7 +14,7 @@ from parasearch_jax.rollout.sizes import CALL_TOKENS, Sizes, holding
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
 MOST = 24
-LIMITS = dict(slots=6, chunk=4, max_turns=2, max_turn_tokens=8, max_total_tokens=150, observation_tokens=130, topk=1)
+LIMITS = dict(slots=6, chunk=4, max_turns=2, max_turn_tokens=8, max_total_tokens=128, observation_tokens=110, topk=1)
 ASCENDING = ("lengths", "windows", "long_windows", "prompts")
 
 
@@ -43,7 +43,7 @@ def test_an_engine_of_the_default_size_uses_all_of_the_24():
     assert Sizes(64, 4096, 500).count() == MOST
 
 
-@pytest.mark.parametrize("sizes", [Sizes(64, 4096, 500), Sizes(6, 150, 130), Sizes(1, 16, 1)])
+@pytest.mark.parametrize("sizes", [Sizes(64, 4096, 500), Sizes(6, 128, 110), Sizes(1, 16, 1)])
 def test_the_description_names_them_all(sizes):
     numbers = list(map(int, re.findall(r"\d+", sizes.describe())))
     assert numbers == [sizes.count(), *sizes.lengths, 0, *sizes.long_windows, *sizes.windows, *sizes.prompts]
@@ -91,8 +91,8 @@ def dice():
 
 
 def questions():
-    """Prompts of 2 to 140 tokens: they fill a slot up to its end, and need several calls."""
-    texts = ["a" * n for n in (1, 15, 33, 70, 139)]
+    """Prompts of 2 to 118 tokens: they fill a slot up to its end, and need several calls."""
+    texts = ["a" * n for n in (1, 15, 33, 70, 117)]
     return [Question(f"q{i}", text, ["x"]) for i, text in enumerate(texts)] + random_questions(8)
 
 
@@ -119,7 +119,7 @@ def test_a_rollout_calls_what_is_planned_and_compiles_no_more(dice, calls, compi
     running.close()
     assert any(e.searches for e in episodes) and len({e.stop_reason for e in episodes}) > 1
     sizes = running.shards.sizes
-    assert sizes == Sizes(6 // fsdp, 150, 130) and set(calls) <= planned(sizes, fsdp)
+    assert sizes == Sizes(6 // fsdp, 128, 110) and set(calls) <= planned(sizes, fsdp)
     assert {name for name, *_ in calls} == {"extend", "decode", "copy"}
     assert len({call[2:] for call in calls if call[0] == "extend"}) > 5  # the run had need of many of them
     names = {f"jit({name})" for name in ("extend", "decode_chunk", "copy_prompts", "release")}
@@ -129,7 +129,7 @@ def test_a_rollout_calls_what_is_planned_and_compiles_no_more(dice, calls, compi
 def test_long_prompts_come_in_pieces_and_say_the_same(dice, calls):
     """Two engines that differ in the length of a call's rows only: documents are short in both."""
     found = {}
-    for observation in (60, 130):
+    for observation in (60, 110):
         running = Engine(dice, **LIMITS | dict(observation_tokens=observation))
         calls.clear()
         episodes = running.rollout(questions(), PROTOCOL, Fake(), samples=3)
@@ -140,7 +140,7 @@ def test_long_prompts_come_in_pieces_and_say_the_same(dice, calls):
         largest = running.shards.sizes.lengths[-1]
         fed = stats["tokens/prefilled"]
         found[observation] = episodes, largest < longest - 16, fed
-    (short, pieces, fed), (whole, none, also_fed) = found[60], found[130]
+    (short, pieces, fed), (whole, none, also_fed) = found[60], found[110]
     assert pieces and not none and fed == also_fed
     for episode, other in zip(short, whole, strict=True):
         assert content(episode) == content(other)
