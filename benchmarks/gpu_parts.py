@@ -142,7 +142,7 @@ def _decode(sizes: Sizes, card: Card, cfg: DecoderConfig, until: float) -> dict:
     state = dataclasses.replace(state, cache=cache)
     read = decode_step_bytes(plan_run(cfg, sizes, sizes.rows))
     table = Stops(jnp.zeros(cfg.vocab_size, jnp.int32), jnp.zeros((2, 1), jnp.int16))  # no token ends a turn
-    settings = {"cfg": cfg, "steps": sizes.steps, "window": sizes.window, "truncated": False, "mesh": mesh}
+    settings = {"cfg": cfg, "steps": sizes.steps, "read": sizes.window, "truncated": False, "mesh": mesh}
 
     def once():
         """A chunk that ends with the window full; the state is donated, so it goes round."""

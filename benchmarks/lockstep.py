@@ -54,10 +54,15 @@ class Fine(Sizes):
         return tuple(sorted(fine | set(super().lengths)))  # those of the engine hold an observation without padding
 
     @property
-    def windows(self) -> tuple[int, ...]:
+    def long_windows(self) -> tuple[int, ...]:
         return (*range(256, self.cells, 256), self.cells)
 
-    long_windows = windows
+    @property
+    def reads(self) -> tuple[int, ...]:
+        if not self.paged:
+            return self.long_windows
+        most = super().reads[-1]
+        return tuple(sorted({-(-most * part // 16) for part in range(1, 17)}))
 
 
 @dataclasses.dataclass
@@ -96,7 +101,7 @@ class LockStep:
         for _ in range(5):  # the first compiles
             self._go_on(shards, dict.fromkeys(range(self.batch), steps + 1), length)
             start = time.perf_counter()
-            shards.decode(self.table(None, stop=False), steps, length, False)
+            shards.decode(self.table(None, stop=False), steps, dict.fromkeys(range(self.batch), length), False)
             seconds.append((time.perf_counter() - start) / steps)
         return min(seconds[1:])
 
@@ -129,7 +134,7 @@ class LockStep:
     def _make(self, slots: int) -> Shards:
         cells, observation = self.config.max_total_tokens, self.config.observation_tokens
         shards = Shards(self.cfg, self._mesh, slots, cells, observation)
-        shards.sizes = Fine(slots, cells, observation)
+        shards.sizes = Fine(slots, cells, observation, shards.sizes.paged)
         return shards
 
     def _member(self, question: Question, sample: int, protocol: Protocol) -> Member:
@@ -222,7 +227,7 @@ class LockStep:
         out: dict[int, tuple[list, list]] = {slot: ([], []) for slot in lengths}
         active = dict(lengths)
         while active:
-            chunk = shards.decode(table, CHUNK, max(active.values()), False)
+            chunk = shards.decode(table, CHUNK, active, False)
             for slot, before in active.items():
                 n = int(chunk["length"][slot]) - before
                 out[slot][0].extend(chunk["tokens"][:n, slot].tolist())

@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few episodes, short ones, one round")
     parser.add_argument("--only", choices=("scripted", "small"), help="one of the workloads")
     parser.add_argument("--rounds", type=int, default=3, help="in which each loop runs once")
-    parser.add_argument("--questions", type=int, default=0, help="of the workload; default: 12 scripted, 32 small")
-    parser.add_argument("--slots", type=int, default=0, help="of the engine; default: 24 scripted, 64 small")
+    parser.add_argument("--questions", type=int, default=0, help="of the workload; default: 32")
+    parser.add_argument("--slots", type=int, default=0, help="of the engine; default: 32 scripted, 64 small")
     parser.add_argument("--chunk", type=int, default=8, help="of the engine; default: 8")
     parser.add_argument("--batches", type=int, nargs="+", help="the lock-step loops choose from")
     args = parser.parse_args()
@@ -73,9 +73,9 @@ def run_scripted(args) -> str:
     from scripted_search import Script, scripted
 
     script = Script(48, 112, median=25, p95=75, limit=125) if args.quick else Script()
-    limits = {"slots": args.slots or (16 if args.quick else 24), "chunk": args.chunk}
-    work = scripted(args.questions or (4 if args.quick else 12), script=script, **limits)
-    batch = best_batch(work, args.batches or ([16] if args.quick else [8, 16, 32, 64]))
+    limits = {"slots": args.slots or (16 if args.quick else 32), "chunk": args.chunk}
+    work = scripted(args.questions or (4 if args.quick else 32), script=script, **limits)
+    batch = best_batch(work, args.batches or ([16] if args.quick else [8, 16, 32]))
     work.lengths = work.script.typical(len(work.lengths), batch)
     loops = make_loops(work, batch)
     for loop in loops.values():
@@ -178,13 +178,16 @@ def compile_calls(loop, work, calls: set[tuple[int, int]]) -> None:
     import jax
     from lockstep import CHUNK
 
+    from parasearch_jax.rollout.kv_cache import PAGE
     from parasearch_jax.rollout.sampler import Sampling
     from parasearch_jax.rollout.shards import Row
 
     shards, steps = loop.shards, CHUNK if design(loop) else work.config.chunk
     shards.open()
-    for window in shards.sizes.windows:
-        shards.decode(loop.table(work.protocol), steps, window - steps, False)  # no slot is active: it ends at once
+    sizes = shards.sizes
+    for read in sizes.reads:  # no slot is active: it ends at once
+        lengths = [PAGE * read] if sizes.paged else [read - steps]
+        shards.decode(loop.table(work.protocol), steps, dict(enumerate(lengths)), False)
     key = shards.put(jax.random.key(0))
     for tokens, end in sorted(calls):
         row = Row(0, [0] * (tokens - 1), end and end - tokens + 1, 0, 1, 0, Sampling())

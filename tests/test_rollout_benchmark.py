@@ -15,6 +15,7 @@ from lockstep import Design, Fine, LockStep
 from scripted_search import Script, scripted, small_world, words_tokenizer
 
 from parasearch_jax.rollout import Engine
+from parasearch_jax.rollout.kv_cache import PAGE
 
 # By its path: `rollout` is also a folder of tests.
 spec = importlib.util.spec_from_file_location("rollout_benchmark", f"{sys.path[0]}/rollout.py")
@@ -134,9 +135,11 @@ def test_words_encode_to_the_ids_they_came_from():
 
 
 def test_sizes_of_the_lock_step_loops_hold_every_call():
-    sizes = Fine(8, 2624, 450)
-    assert sizes.lengths[-1] == sizes.windows[-1] == sizes.long_windows[-1] == 2624
-    assert np.diff(sizes.lengths).max() == 128 and np.diff(sizes.windows).max() == 256
+    sizes = Fine(8, 2624, 450, True)
+    assert sizes.lengths[-1] == sizes.long_windows[-1] == 2624
+    assert np.diff(sizes.lengths).max() == 128 and np.diff(sizes.long_windows).max() == 256
+    assert sizes.reads[-1] == 8 * 2624 / PAGE and np.diff(sizes.reads).max() <= -(-sizes.reads[-1] // 16)
+    assert Fine(8, 2624, 450, False).reads == sizes.long_windows
 
 
 def test_the_tables_show_rates_and_shares():

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-_MASKED = -1e30  # finite, so that a query which sees no cell gives a finite result instead of 0 / 0
+MASKED = -1e30  # finite, so that a query which sees no cell gives a finite result instead of 0 / 0
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kind: str = "auto") -> jax.Array:
@@ -65,14 +65,15 @@ def _unrows(x: jax.Array, T: int) -> jax.Array:
     return x.reshape(B, K, T, -1, H).transpose(0, 2, 1, 3, 4).reshape(B, T, -1, H)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Matrix products over the last two axes, in fp32."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def _scores(q: jax.Array, k: jax.Array, start: int, G: int) -> jax.Array:
     """fp32 [B,K,t G,s] of the rows q [B,K,t G,H] of positions start, start + 1, ... with the keys k [B,K,s,H]."""
     positions = start + jnp.arange(q.shape[2]) // G
-    return jnp.where(jnp.arange(k.shape[2]) <= positions[:, None], _product(q, k.swapaxes(-1, -2)), _MASKED)
+    return jnp.where(jnp.arange(k.shape[2]) <= positions[:, None], product(q, k.swapaxes(-1, -2)), MASKED)
 
 
 @jax.custom_vjp
@@ -91,7 +92,7 @@ def _causal_forward(q: jax.Array, k: jax.Array, v: jax.Array):
         top = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = weights.sum(-1, keepdims=True)
-        outs.append(_product(weights.astype(v.dtype), v_rows[:, :, :end]) / total)
+        outs.append(product(weights.astype(v.dtype), v_rows[:, :, :end]) / total)
         lses.append(top + jnp.log(total))
     out = _unrows(jnp.concatenate(outs, axis=2).astype(q.dtype), T)
     return out, (q, k, v, out, jnp.concatenate(lses, axis=2))
@@ -111,11 +112,11 @@ def _causal_backward(saved, d_out: jax.Array):
         here = slice(start * G, end * G)
         keys, values = k_rows[:, :, :end], v_rows[:, :, :end]
         weights = jnp.exp(_scores(q_rows[:, :, here], keys, start, G) - lse[:, :, here])
-        d_scores = weights * (_product(d_rows[:, :, here], values.swapaxes(-1, -2)) - along[:, :, here])
+        d_scores = weights * (product(d_rows[:, :, here], values.swapaxes(-1, -2)) - along[:, :, here])
         d_scores = d_scores.astype(q.dtype)
-        dq.append(_product(d_scores, keys))
-        dk = _added(dk, _product(d_scores.swapaxes(-1, -2), q_rows[:, :, here]))
-        dv = _added(dv, _product(weights.astype(v.dtype).swapaxes(-1, -2), d_rows[:, :, here]))
+        dq.append(product(d_scores, keys))
+        dk = _added(dk, product(d_scores.swapaxes(-1, -2), q_rows[:, :, here]))
+        dv = _added(dv, product(weights.astype(v.dtype).swapaxes(-1, -2), d_rows[:, :, here]))
     dq = _unrows(jnp.concatenate(dq, axis=2), T) * scale
     return dq.astype(q.dtype), dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype)
 
@@ -166,10 +167,10 @@ def _attend_many(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array,
     def step(_, block):
         q, positions = block
         seen = jnp.arange(k.shape[2]) <= jnp.repeat(positions, G, axis=1)[:, None, :, None]
-        scores = _product(_rows(q, K), k.swapaxes(-1, -2)) * q.shape[-1] ** -0.5
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = product(_rows(q, K), k.swapaxes(-1, -2)) * q.shape[-1] ** -0.5
+        scores = jnp.where(seen, scores, MASKED)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        out = _product(weights.astype(v.dtype), v) / weights.sum(-1, keepdims=True)
+        out = product(weights.astype(v.dtype), v) / weights.sum(-1, keepdims=True)
         return None, _unrows(out, q.shape[1]).astype(q.dtype)
 
     _, out = jax.lax.scan(step, None, (blocks(q), blocks(positions)))
@@ -182,5 +183,5 @@ def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> ja
     R, _, N, H = q.shape
     q_grouped = q.reshape(R, k.shape[1], -1, 1, H).astype(jnp.float32)
     scores = (q_grouped * k[:, :, None]).sum(axis=-1) * H**-0.5  # [R,K,G,S]
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED), axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     return (weights[..., None] * v[:, :, None]).sum(axis=3).reshape(R, 1, N, H).astype(q.dtype)

@@ -231,10 +231,9 @@ def _sampling_at(run: Run, mesh: Mesh, depth: int) -> dict[str, float]:
     whole = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))  # noqa: E731
 
     table, key = Stops(whole("int32", cfg.vocab_size), whole("int16", STATES, KINDS)), whole(jax.random.key(0).dtype)
-    static = {"cfg": cfg, "window": cells, "mesh": mesh}
-    steps = run.rollout.chunk
-    decode = compile_program(sampler.decode_chunk.lower(params, state, table, steps=steps, truncated=False, **static))
-    extend = compile_program(sampler.extend.lower(params, state, _feed(run, mesh), key, **static))
+    static, decoding = {"cfg": cfg, "mesh": mesh}, {"steps": run.rollout.chunk, "read": cells, "truncated": False}
+    decode = compile_program(sampler.decode_chunk.lower(params, state, table, **decoding, **static))
+    extend = compile_program(sampler.extend.lower(params, state, _feed(run, mesh), key, window=cells, **static))
     out = rules.sampler_shardings(shapes, mesh)
     sync = compile_program(jax.jit(to_sampler, out_shardings=out).lower(trainer))
 

@@ -197,5 +197,5 @@ def _rollout(run: Run, slots: float) -> dict[str, float]:
 def fed(run: Run) -> tuple[int, int]:
     """Rows of a device and their tokens in the largest call of `extend`: observations."""
     limits = run.rollout
-    sizes = Sizes(limits.slots // run.mesh.fsdp, limits.max_total_tokens, limits.observation_tokens)
+    sizes = Sizes(limits.slots // run.mesh.fsdp, limits.max_total_tokens, limits.observation_tokens, False)
     return sizes.rows(sizes.lengths[-1]), sizes.lengths[-1]

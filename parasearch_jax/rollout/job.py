@@ -360,7 +360,7 @@ class Job:
         """One chunk; the slots whose turn has ended, in order."""
         engine, before = self.engine, {slot: self.slots[slot].fed for slot in self.active}
         truncated = any(self.slots[slot].sampling.truncated for slot in before)
-        out = engine.shards.decode(self.table, self.config.chunk, max(before.values()), truncated)
+        out = engine.shards.decode(self.table, self.config.chunk, before, truncated)
         for slot, fed in before.items():
             run, n = self.slots[slot], int(out["length"][slot]) - fed
             run.fed, run.sampled = run.fed + n, run.sampled + n

@@ -78,7 +78,7 @@ class Sampling:
 class SamplerState:
     """All slots. Waiting and finished slots are not `active`; they idle through a chunk unchanged."""
 
-    cache: kv_cache.Cache
+    cache: kv_cache.Cache  # within a chunk in pages: kv_cache.Pages
     length: jax.Array  # int32 [S]; tokens in the cache
     token: jax.Array  # int32 [S]; the pending token
     state: jax.Array  # int32 [S]; automaton state of the turn
@@ -206,7 +206,7 @@ def release(state: SamplerState, kept: jax.Array) -> SamplerState:
     return dataclasses.replace(state, active=state.active & kept)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "steps", "window", "truncated", "mesh"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("cfg", "steps", "read", "truncated", "mesh"), donate_argnames="state")
 @jax.named_scope("rollout")
 def decode_chunk(
     params: Params,
@@ -215,19 +215,20 @@ def decode_chunk(
     *,
     cfg: DecoderConfig,
     steps: int,
-    window: int,
+    read: int,
     truncated: bool,
     mesh: Mesh,
 ) -> tuple[SamplerState, dict]:
     """Samples up to `steps` tokens in every active slot; a shard ends early when a third of them have stopped.
 
     table: see `stops.build_stops`; `truncated`: whether top_p and top_k of the slots are heeded. A slot stops at the
-    token that completes a tag, at an end token, and when nothing is left of its budget. The window must hold the
-    longest active length + steps. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32
+    token that completes a tag, at an end token, and when nothing is left of its budget. `read` is what a shard reads: of
+    each slot so many cells, which hold the longest active length + steps; where `kv_cache.paged`, of all together so
+    many pages, which hold the active lengths. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32
     [M]}; a slot's tokens are the first length_after - length_before of its column.
     """
 
-    columns = P(None, *rules.ROWS)
+    columns, pages = P(None, *rules.ROWS), kv_cache.paged(cfg)
 
     @each_shard(mesh, out_specs=(rules.ROWS, {"tokens": columns, "logprobs": columns, "steps": rules.ROWS}))
     def run(whole, state):
@@ -236,9 +237,17 @@ def decode_chunk(
         kept = (state.top_p, state.top_k) if truncated else ()
         uniform = _uniform(state.key, state.length + jnp.arange(steps)[:, None])  # a slot moves on by one a step
 
+        cache, before = state.cache, state.length
+        if pages:
+            held = jnp.where(state.active, before, 0)
+            state = dataclasses.replace(state, cache=kv_cache.open_pages(cache, held, read, steps))
+
         def body(carry):
             i, state, tokens, logprobs = carry
-            attend = kv_cache.Attend(state.cache, None, state.length[:, None], window)
+            if pages:
+                attend = kv_cache.AttendPages(state.cache, i)
+            else:
+                attend = kv_cache.Attend(state.cache, None, state.length[:, None], read)
             hidden = decoder.forward_layers(params, cfg, state.token[:, None], state.length[:, None], attend)
             logits = rules.constrain(decoder.logits(params, cfg, hidden[:, 0]), P())  # whole rows, not split over tp
             token, logprob = sample(logits, uniform[i], state.temperature, *kept)
@@ -247,7 +256,7 @@ def decode_chunk(
             left = state.left - on
             new = dataclasses.replace(
                 state,
-                cache=attend.cache,
+                cache=attend.pages if pages else attend.cache,
                 length=state.length + on,
                 token=jnp.where(on, token, state.token),
                 state=stop,
@@ -264,6 +273,9 @@ def decode_chunk(
 
         blank = jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots), jnp.float32)
         done, state, tokens, logprobs = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *blank))
+        if pages:
+            cache = kv_cache.close_pages(cache, state.cache, before, state.length)
+            state = dataclasses.replace(state, cache=cache)
         return state, {"tokens": tokens, "logprobs": logprobs, "steps": done[None]}
 
     return run((params, table), state)

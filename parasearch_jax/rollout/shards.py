@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import decoder
 from parasearch_jax.models.decoder import DecoderConfig, Params
-from parasearch_jax.rollout import sampler
+from parasearch_jax.rollout import kv_cache, sampler
 from parasearch_jax.rollout.sampler import Sampling
 from parasearch_jax.rollout.sizes import Sizes, holding
 from parasearch_jax.rollout.stops import Stops
@@ -55,7 +55,7 @@ class Shards:
         self.cfg, self.params = cfg, None
         self.mesh, self._layout = local_mesh(mesh), _sampler_layout(cfg, mesh)
         self.count, self.slots = self.mesh.shape["fsdp"], slots // mesh.shape["fsdp"]
-        self.sizes = Sizes(self.slots, cells, observation)
+        self.sizes = Sizes(self.slots, cells, observation, kv_cache.paged(cfg))
         self._rows = NamedSharding(self.mesh, rules.ROWS)
         self._state = None
 
@@ -145,16 +145,19 @@ class Shards:
             feed[name] = np.asarray([getattr(row.sampling, name) for row in rows], np.float32)
         return jax.device_put(feed, self._rows)
 
-    def decode(self, table: Stops, steps: int, longest: int, truncated: bool) -> dict[str, np.ndarray]:
-        """A chunk of `steps`; `longest` is the length of the longest active slot, `truncated` as `decode_chunk` has it.
-        Returns what that reports, and "length" and "active" of all slots after it."""
+    def decode(self, table: Stops, steps: int, lengths: dict[int, int], truncated: bool) -> dict[str, np.ndarray]:
+        """A chunk of `steps`; `lengths` are those of the active slots, `truncated` as `decode_chunk` has it. Returns
+        what that reports, and "length" and "active" of all slots after it."""
+        of_shard: list[list[int]] = [[] for _ in range(self.count)]
+        for slot, length in lengths.items():
+            of_shard[slot // self.slots].append(length)
         self._state, out = sampler.decode_chunk(
             self.params,
             self._state,
             table,
             cfg=self.cfg,
             steps=steps,
-            window=holding(min(longest + steps, self.sizes.cells), self.sizes.windows),
+            read=max(self.sizes.read(shard, steps) for shard in of_shard if shard),
             truncated=truncated,
             mesh=self.mesh,
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,14 @@ def table(end_ids=()):
     return jax.tree.map(jnp.asarray, stops.build_stops(None, [b"x"] * CFG.vocab_size, end_ids))
 
 
+@pytest.fixture(params=["pages", "windows"])
+def reading(request, monkeypatch):
+    """Both ways of a chunk to read the cache."""
+    kind = {"pages": "auto", "windows": "blocks"}[request.param]
+    monkeypatch.setattr(sys.modules[__name__], "CFG", dataclasses.replace(CFG, attention=kind))
+    assert kv_cache.paged(CFG) == (request.param == "pages")
+
+
 def extend(state, feeds, window=CELLS, tokens=12, **sampling):
     """feeds {slot: (pending or None, ids, left)}; `sampling`: fields of Sampling, a value or {slot: value}. Every call
     has the same shapes, so one program serves all."""
@@ -61,8 +70,8 @@ def extend(state, feeds, window=CELLS, tokens=12, **sampling):
     return sampler.extend(to_sampler(random_params()), state, feed, KEY, cfg=CFG, window=window, mesh=MESH)
 
 
-def decode(state, steps=6, window=CELLS, end_ids=(), truncated=False):
-    static = dict(cfg=CFG, steps=steps, window=window, truncated=truncated, mesh=MESH)
+def decode(state, steps=6, read=CELLS, end_ids=(), truncated=False):
+    static = dict(cfg=CFG, steps=steps, read=read, truncated=truncated, mesh=MESH)
     return sampler.decode_chunk(to_sampler(random_params()), state, table(end_ids), **static)
 
 
@@ -309,7 +318,7 @@ def test_cached_log_probs_equal_one_full_pass(garbage):
     assert int(state.length[2]) == 0
 
 
-def test_tokens_come_from_the_uniform_of_key_and_position():
+def test_tokens_come_from_the_uniform_of_key_and_position(reading):
     state = extend(poisoned_state(), {0: (None, [5, 6, 7], 9), 2: (None, [8], 9)})
     state, out = decode(state)
     for slot, row in {0: [5, 6, 7], 2: [8]}.items():
@@ -323,10 +332,10 @@ def test_tokens_come_from_the_uniform_of_key_and_position():
             row.append(token)
 
 
-def test_the_window_and_the_chunk_change_nothing():
+def test_the_window_and_the_chunk_change_nothing(reading):
     feeds = {0: (None, [5, 6, 7], 10), 1: (None, [9], 8)}
     _, whole = decode(extend(poisoned_state(), feeds), steps=6)
-    state, narrow = decode(extend(poisoned_state(), feeds, window=12), steps=6, window=12)
+    state, narrow = decode(extend(poisoned_state(), feeds, window=12), steps=6, read=2 if kv_cache.paged(CFG) else 12)
     np.testing.assert_array_equal(whole["tokens"], narrow["tokens"])
     np.testing.assert_allclose(whole["logprobs"], narrow["logprobs"], atol=EXACT)
     state, first = decode(extend(poisoned_state(), feeds), steps=2)
@@ -335,7 +344,7 @@ def test_the_window_and_the_chunk_change_nothing():
     np.testing.assert_array_equal(tokens, np.asarray(whole["tokens"])[:, :2])
 
 
-def test_truncated_slots_beside_others():
+def test_truncated_slots_beside_others(reading):
     """Slot 0 draws from its two likeliest tokens, slot 1 takes the likeliest, slot 2 draws from all, bit for bit as in
     a chunk that heeds no truncation; all report log p over the whole vocabulary."""
     feeds = {slot: (None, [5, 6, 7 + slot], 9) for slot in (0, 1, 2)}
@@ -357,7 +366,7 @@ def test_truncated_slots_beside_others():
         assert (np.asarray(plain[name])[:, :2] != np.asarray(out[name])[:, :2]).any(0).all()
 
 
-def test_a_stopped_row_is_left_alone():
+def test_a_stopped_row_is_left_alone(reading):
     """An end token in one row: it stops, keeps that token, and nothing in its cells moves while the other goes on."""
     feeds = {0: (None, [5, 6, 7], 20), 1: (None, [9], 20)}
     _, out = decode(extend(poisoned_state(0), feeds))
@@ -373,7 +382,7 @@ def test_a_stopped_row_is_left_alone():
     assert state.length.tolist()[:2] == [5, 9]
 
 
-def test_capacity():
+def test_capacity(reading):
     """Row 0 reaches its last cell and row 3 its budget while row 1 goes on: both stop, and bit for bit no cell changes
     but those of the tokens that came, and the one behind a row's last, where its pending token will lie."""
     prompt = list(range(1, 13))
@@ -414,7 +423,7 @@ def test_writes_beyond_a_slot_are_dropped():
 
 
 def test_decode_moves_nothing_between_host_and_device_and_traces_once():
-    params, static = to_sampler(random_params()), dict(cfg=CFG, steps=6, window=CELLS, truncated=False, mesh=MESH)
+    params, static = to_sampler(random_params()), dict(cfg=CFG, steps=6, read=CELLS, truncated=False, mesh=MESH)
     params = jax.device_put(params)
     state = extend(poisoned_state(), {0: (None, [5, 6, 7], 20)})
     state, _ = sampler.decode_chunk(params, state, table(), **static)
@@ -424,7 +433,7 @@ def test_decode_moves_nothing_between_host_and_device_and_traces_once():
     assert sampler.decode_chunk._cache_size() == programs
 
 
-def test_first_prefill_reads_no_cell():
+def test_first_prefill_reads_no_cell(reading):
     """Window 0: the same cache and the same next tokens as through the window, whatever the cells held."""
     ids = list(range(20, 29))
     feeds = {0: (None, ids, 9), 2: (None, ids[:4], 9)}

@@ -184,7 +184,7 @@ def compiled(mesh):
     table = stops.build_stops(None, [b"x"] * CFG.vocab_size, (0,))
     table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), table)
     static = dict(cfg=CFG, mesh=mesh)
-    decode = functools.partial(sampler.decode_chunk.lower, params, state, table, steps=4, window=CELLS, **static)
+    decode = functools.partial(sampler.decode_chunk.lower, params, state, table, steps=4, read=CELLS, **static)
     programs = {
         "first prefill": sampler.extend.lower(params, state, feed, key, window=0, **static),
         "extend": sampler.extend.lower(params, state, feed, key, window=CELLS, **static),
