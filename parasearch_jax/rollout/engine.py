@@ -98,6 +98,7 @@ class Engine:
         self._thread = threading.Thread(target=self.loop.run_forever, name="engine", daemon=True)
         self._thread.start()
         self._jobs: list[Job] = []  # of `rollout` and `generate`, under way or waiting for their turn, in order
+        self.sessions: list[Session] = []  # open ones
         self.busy = asyncio.Lock()  # one job at a time; held in the loop, so that an interrupted caller can't drop it
         # Made in the device thread: here a `jax.set_mesh` of the caller might lay it on the devices of all hosts.
         self.key = self.device.submit(jax.random.key, seed).result()
@@ -117,6 +118,10 @@ class Engine:
 
         async with self.busy:
             await self.loop.run_in_executor(self.device, take)
+
+    async def _idle(self):
+        async with self.busy:  # behind all that had asked for it
+            pass
 
     def rollout(
         self,
@@ -144,7 +149,7 @@ class Engine:
             raise ValueError(f"rollout: protocol {protocol.name!r} searches; give a retriever")
         sampling, groups = Sampling(temperature, top_p, top_k), []
         for question in questions:
-            prompt, name = self._prompt(protocol.render_prompt(question.text)), question.id
+            prompt, name = self.prompt(protocol.render_prompt(question.text)), question.id
             episodes = [Episode(question_id=name, sample=i) for i in range(samples)]
             groups.append(Group([Run(e, prompt, _run_number(name, i), sampling) for i, e in enumerate(episodes)]))
         job = Job(self, protocol, retriever, step, self.config.max_turn_tokens)
@@ -183,9 +188,14 @@ class Engine:
         return stats
 
     def close(self) -> None:
-        """Ends the engine's two threads; calling it again does nothing."""
+        """Cancels what is under way and ends the engine's two threads; calling it again does nothing."""
         if self.loop.is_closed():
             return
+        for session in list(self.sessions):
+            session.end()
+        for job in list(self._jobs):
+            job.cancel()
+        self._wait_for(self._idle())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -232,7 +242,7 @@ class Engine:
             self._tables[protocol] = self.shards.put(table)
         return self._tables[protocol]
 
-    def _prompt(self, text: str) -> tuple[str, list[int]]:
+    def prompt(self, text: str) -> tuple[str, list[int]]:
         """(text, ids) of a prompt, in the tokenizer's chat template where it has one (Search-R1 does so for base models
         too)."""
         if getattr(self.tokenizer, "chat_template", None):
@@ -263,8 +273,10 @@ class Session:
         self._engine = engine
         self._job = Job(engine, protocol, retriever, 0, engine.config.max_turn_tokens, kept_open=True)
         self._futures: set[Future[Episode]] = set()
+        self._ended: Future | None = None  # None: not begun
 
     def __enter__(self) -> Session:
+        self._engine.sessions.append(self)
         self._ended = asyncio.run_coroutine_threadsafe(self._job.run(), self._engine.loop)
         self._ended.add_done_callback(self._fail)
         return self
@@ -288,6 +300,10 @@ class Session:
         of the future. `future.cancel()` frees the slot. Random numbers depend on (engine's seed, key, position). Raises
         UserError for a prompt that is empty or too long.
         """
+        if self._ended is None:
+            raise RuntimeError("the session has not begun: submit within `with engine.session(...) as session`")
+        if max_tokens is not None and max_tokens < 1:
+            raise UserError(f"max_tokens is {max_tokens}, it must be >= 1")
         engine, sampling = self._engine, Sampling(temperature, top_p, top_k)
         episode = Episode(question_id=str(key))
         future: Future[Episode] = Future()
@@ -330,8 +346,14 @@ class Session:
             _resolve(future, error or RuntimeError(ENDED))
 
     def __exit__(self, *_) -> None:
-        self._job.cancel()
-        self._ended.result()
+        self.end()
+
+    def end(self) -> None:
+        """Cancels what is under way; `Engine.close` does it too."""
+        if self in self._engine.sessions:
+            self._engine.sessions.remove(self)
+            self._job.cancel()
+            self._ended.result()
 
 
 def _resolve(future: Future, outcome: Episode | BaseException) -> None:

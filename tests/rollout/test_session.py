@@ -13,6 +13,7 @@ from cases import LIMITS, SHORT, TOTAL, check, content, play, random_questions
 from plain import ids
 from scripted import PROTOCOL, Fake, byte_char, byte_tokenizer, until
 
+from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
 from parasearch_jax.rollout import Engine, Episode, Invalid, job, sampler, shards
 from parasearch_jax.rollout.sampler import Sampling
@@ -289,7 +290,27 @@ def test_prompts_without_room_and_wrong_settings_are_refused(script, start):
         for wrong in (-1, 0.5):
             with pytest.raises(UserError, match="top_k"):
                 session.submit("B\n", top_k=wrong)
+        for wrong in (0, -1):
+            with pytest.raises(UserError, match=f"max_tokens is {wrong}"):
+                session.submit("B\n", max_tokens=wrong)
         assert ask(session, "B").result(60).answer == "b" and not session._futures
+    with pytest.raises(RuntimeError, match="has not begun"):
+        running.session(PROTOCOL, Fake()).submit("B\n")
+
+
+def test_closing_the_engine_ends_a_session_and_the_rollout_that_waits_for_it(script, start):
+    running, retriever, found = start(script, **HELD), Fake(never), []
+    with running.session(PROTOCOL, retriever) as session:
+        asked = ask(session, "B")
+        question = Question("q", "B", ["b"])
+        waiting = threading.Thread(target=lambda: found.extend(running.rollout([question], PROTOCOL, Fake())))
+        waiting.start()
+        wait(lambda: running._jobs and retriever.calls)
+        running.close()
+        waiting.join(30)
+        assert not waiting.is_alive() and asked.exception(0) is None
+        assert [e.stop_reason for e in (asked.result(0), *found)] == ["cancelled"] * 2
+    running.close()
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
