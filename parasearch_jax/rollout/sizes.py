@@ -55,7 +55,7 @@ class Sizes:
     @property
     def long_windows(self) -> tuple[int, ...]:
         """Cells of a slot that `extend` reads, ascending: fewer, as it has more other work to do."""
-        return self._parts(2, 4, 8)
+        return self._parts(3, 5, 8)
 
     @property
     def prompts(self) -> tuple[int, ...]:
