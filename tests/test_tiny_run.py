@@ -4,6 +4,9 @@ import parallel_tiny
 import pytest
 
 from parasearch_jax.train import train
+from parasearch_jax.writers import read_metrics
+
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak  # soak: by hand
 
 
 def shortfalls(before: dict, after: dict) -> list[str]:
@@ -21,11 +24,13 @@ def shortfalls(before: dict, after: dict) -> list[str]:
     return [name for name, met in required.items() if not met]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("args", ["", "ppo"])
+@pytest.mark.parametrize(
+    "args", [pytest.param(args, marks=mark) for args, mark in (("", SLOW), ("ppo", SLOW), ("reinforce_pp", SOAK))]
+)
 def test_learns_to_split_questions(tmp_path, args):
     evals = train(parallel_tiny.get_config(args), workdir=tmp_path / "work")["evals"]
     assert not shortfalls(evals["initial"], evals["final"]), evals
+    assert not any(line["alarms"] for line in read_metrics(tmp_path / "work"))
 
 
 def test_shortfalls_are_noticed():
