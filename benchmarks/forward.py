@@ -8,7 +8,7 @@ Same weights on both sides (written by us, read by transformers); the logits mus
 from __future__ import annotations
 
 import numpy as np
-from peers import THREADS, against_torch, seconds_each, serve
+from peers import THREADS, Case, run_cases, seconds_each, serve
 
 ROWS, TOKENS = 8, 512
 
@@ -48,8 +48,9 @@ def peer(directory: str) -> None:
 
     with torch.inference_mode():
         last = model(ids, use_cache=False).logits[:, -1, ::997]
-    serve({"check": last.tolist(), "version": torch.__version__}, measure)
+    serve({"check": last.tolist(), "name": f"transformers, torch {torch.__version__}"}, measure)
 
 
 if __name__ == "__main__":
-    against_torch(__file__, __doc__, ours, peer, "forward, 8 x 512 tokens", "the logits", tolerance=2e-4)
+    case = Case("forward, 8 x 512 tokens", ours, peer, "the logits", tolerance=2e-4)
+    run_cases(__file__, __doc__, {"forward": case}, rounds=7)

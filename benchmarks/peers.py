@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,7 +103,9 @@ def table(name: str, unit: str, pairs: list[tuple[float, float]], peer: str) -> 
 
 
 def peer_python(given: str, module: str) -> str:
-    """The Python that has the peer: the one given, else this one if it has it."""
+    """The Python that has the peer: the one given, else this one if it has it (or `module` is "")."""
+    if not module:
+        return sys.executable
     if given:
         return given
     if importlib.util.find_spec(module):
@@ -122,37 +125,63 @@ def machine() -> str:
     return f"{len(names)} x {names[0]}, Python {platform.python_version()}, JAX {jax.__version__}"
 
 
-def against_torch(script: str, doc: str, ours: Callable, peer: Callable, title: str, what: str, tolerance: float):
-    """The command line of a benchmark of shape S against transformers on torch.
+class Case(NamedTuple):
+    """Two workers, each a function of the model's directory, that do the same and measure {"tokens_per_second"}, and
+    perhaps {"seconds": {part: s}} of it. They say {"check"} as `serve` has it; the peer also its "name"."""
 
-    `ours(directory)` and `peer(directory)` are the workers; they measure {"tokens_per_second"}. `what` names the
-    numbers under "check", which must agree to `tolerance` before anything is timed.
-    """
+    title: str
+    ours: Callable[[str], None]
+    peer: Callable[[str], None]
+    what: str  # the numbers under "check"
+    tolerance: float  # of their differences
+    needs: str = "torch"  # module that the peer's Python must have; "": it is this Python
+
+
+def run_cases(script: str, doc: str, cases: dict[str, Case], rounds: int) -> None:
+    """The command line of a benchmark of shape S: each case in turn."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--only", default=",".join(cases), help="cases with commas, of: %(default)s")
     parser.add_argument("--worker", choices=("ours", "peer"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := set(names) - set(cases):
+        parser.error(f"--only has {', '.join(sorted(unknown))}; the cases are {', '.join(cases)}")
     if args.worker:
-        return {"ours": ours, "peer": peer}[args.worker](args.directory)
+        return getattr(cases[args.only], args.worker)(args.directory)
 
     import jax
 
     from parasearch_jax.models import decoder
     from parasearch_jax.models.weights import save_model
 
-    python = peer_python(args.peer_python, "torch")
+    pythons = {name: peer_python(args.peer_python, cases[name].needs) for name in names}
     with tempfile.TemporaryDirectory() as directory:  # the same weights for both
         cfg = decoder.DecoderConfig(**S)
         save_model(directory, cfg, decoder.init(cfg, jax.random.key(0)), None)
-        a = Worker(sys.executable, script, "--worker=ours", f"--directory={directory}")
-        b = Worker(python, script, "--worker=peer", f"--directory={directory}")
-    gap = np.abs(np.array(a.ready["check"]) - np.array(b.ready["check"])).max()
-    if gap > tolerance:
-        raise SystemExit(f"{what} differ by {gap:.2g}: the two do not compute the same")
-    pairs = [(x["tokens_per_second"], y["tokens_per_second"]) for x, y in paired(a, b, args.rounds)]
-    for worker in (a, b):
+        for name in names:
+            sides = (sys.executable, "ours"), (pythons[name], "peer")
+            told = f"--only={name}", f"--directory={directory}"
+            ours, peer = (Worker(python, script, f"--worker={who}", *told) for python, who in sides)
+            compare(cases[name], ours, peer, args.rounds)
+    print(f"fp32, {THREADS} threads, {args.rounds} pairs each; {machine()}\nshape: {S}")
+
+
+def compare(case: Case, ours: Worker, peer: Worker, rounds: int) -> None:
+    """Prints the table of a case and where the time of each side goes; ends both workers."""
+    gap = np.abs(np.array(ours.ready["check"]) - np.array(peer.ready["check"])).max()
+    if not gap <= case.tolerance:  # nan too
+        raise SystemExit(f"{case.title}: {case.what} differ by {gap:.2g}: the two do not compute the same")
+    pairs = list(paired(ours, peer, rounds))
+    for worker in (ours, peer):
         worker.close()
-    print(table(title, "tokens/s", pairs, f"transformers, torch {b.ready['version']}"))
-    print(f"\n{what} agree to {gap:.1g}; fp32, {THREADS} threads, {args.rounds} pairs; {machine()}\nshape: {S}")
+    rates = [(a["tokens_per_second"], b["tokens_per_second"]) for a, b in pairs]
+    print(table(case.title, "tokens/s", rates, peer.ready["name"]))
+    print(f"\n{case.what} agree to {gap:.1g}")
+    for who, found in zip(("ours", peer.ready["name"]), zip(*pairs, strict=True), strict=True):
+        if "seconds" in found[0]:
+            parts = {part: statistics.median(x["seconds"][part] for x in found) for part in found[0]["seconds"]}
+            print(f"{who}: " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts.items()))
+    print(flush=True)

@@ -197,10 +197,7 @@ class Drawn(Retriever):
 def small_world(questions: int, samples: int = 8, **limits) -> Workload:
     """Training questions of configs/parallel_tiny.py of every kind, with its base model, limits and index; `limits` are
     fields of RolloutConfig."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "configs"))
-    import parallel_tiny
-
-    config = parallel_tiny.get_config()
+    config = tiny_config()
     rollout = dict(config.rollout) | {"topk": config.retriever.topk, "deterministic": False} | limits
     asked = load_questions(config.data.train)  # by kind
     return Workload(
@@ -212,6 +209,13 @@ def small_world(questions: int, samples: int = 8, **limits) -> Workload:
         questions=asked[:: len(asked) // questions][:questions],
         samples=samples,
     )
+
+
+def tiny_config():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "configs"))
+    import parallel_tiny
+
+    return parallel_tiny.get_config()
 
 
 class Delayed(Retriever):

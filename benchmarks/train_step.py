@@ -1,89 +1,91 @@
-"""Forward, backward and AdamW on 8 x 512 tokens of shape S against transformers on torch (fp32, SDPA, fused AdamW).
+r"""A training step of shape S against the same step on torch (fp32, SDPA, fused AdamW, 2 threads), in turn.
 
     python benchmarks/train_step.py --peer-python=peer/bin/python      # peer: pip install torch transformers
 
-Next-token loss, same weights and data on both sides, no rematerialisation of layers on either, 2 threads. The losses of
-five steps must agree to 1e-3 before anything is timed; the steps are then measured in turn.
+    grpo, ppo   what train.py does with a batch behind the rollout: 8 full rows of 1,024 tokens, 40 % of them documents,
+                40 % the policy's. GRPO: log-probs of policy and reference, clip loss with the KL (k3) in it. PPO: these
+                log-probs and values, KL (k1) in the reward, GAE over policy tokens, whitening, clip loss of policy and
+                of values, an update of each
+    plain       next-token loss, backward, AdamW on 8 x 512 tokens
+    buckets     ours alone: micro-batches of train.buckets against padding to the largest of them, on 256 episodes that
+                the small world's base samples (configs/parallel_tiny.py)
+
+Same weights and data on both sides, no rematerialisation of layers on either; each cuts the batch in the micro-batches
+that are fastest for it. torch too makes logits for the policy's tokens alone. The losses of five steps must agree to
+1e-3 before anything is timed.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from peers import THREADS, against_torch, seconds_each, serve
+import functools
+from collections.abc import Callable
 
-ROWS, TOKENS, STEPS = 8, 512, 5
-CHUNK = 64  # tokens of a row whose logits exist at one time; they are computed again in the backward pass
-ADAM = {"lr": 1e-4, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "decay": 0.01}
+from peers import THREADS, Case, run_cases, serve
+from train_step_job import STEPS, Job
 
-
-def inputs() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 32768, (ROWS, TOKENS))
+PLAIN, RL = Job(tokens=512), Job()
 
 
-def ours(directory: str) -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
+def ours(case: str, directory: str) -> None:
+    import train_step_ours
 
-    from parasearch_jax.models import load_model
-    from parasearch_jax.rl.logprobs import sequence_logprobs
-
-    model = load_model(directory)
-    cfg, ids = model.config, jnp.asarray(inputs(), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(TOKENS), ids.shape)
-    tx = optax.adamw(ADAM["lr"], ADAM["b1"], ADAM["b2"], ADAM["eps"], weight_decay=ADAM["decay"])
-
-    def loss_of(params):
-        logprobs, _ = sequence_logprobs(params, cfg, ids, positions, 1.0, CHUNK)
-        return -logprobs.sum() / (ROWS * (TOKENS - 1))
-
-    def step(params, opt):
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, loss
-
-    run(jax.jit(step, donate_argnums=(0, 1)), jax.device_put(model.params), tx.init(model.params), {})
+    if case == "plain":
+        step, tokens = train_step_ours.plain(directory, PLAIN), PLAIN.size
+    else:
+        step, tokens = train_step_ours.rl_step(directory, case, RL), RL.size
+    serve_steps(step, tokens)
 
 
-def peer(directory: str) -> None:
+def peer(case: str, directory: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    import train_step_torch
 
     torch.set_num_threads(THREADS)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
-    ids = torch.tensor(inputs())
-    betas = ADAM["b1"], ADAM["b2"]
-    opt = torch.optim.AdamW(model.parameters(), ADAM["lr"], betas, ADAM["eps"], weight_decay=ADAM["decay"], fused=True)
-
-    def step(params, state):
-        logits = model(ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
-        loss.backward()
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-        return params, state, loss.item()
-
-    run(step, None, None, {"version": torch.__version__})
+    if case == "plain":
+        step, tokens = train_step_torch.plain(directory, PLAIN), PLAIN.size
+    else:
+        step, tokens = train_step_torch.rl_step(directory, case, RL), RL.size
+    serve_steps(step, tokens, f"transformers, torch {torch.__version__}")
 
 
-def run(step, params, opt, extra: dict) -> None:
-    """Five steps for their losses (the first compiles), then one a measurement."""
-    state, losses = [params, opt], []
+def small_world(padded: bool, directory: str) -> None:
+    import train_step_ours
 
-    def once() -> float:
-        *state[:], loss = step(*state)
-        return float(loss)  # waits for the step
+    step, tokens = train_step_ours.small_world(padded)
+    serve_steps(step, tokens, "one bucket")
 
-    for _ in range(STEPS):
-        losses.append(once())
+
+def serve_steps(step: Callable, tokens: int, name: str = "") -> None:
+    """A worker of steps: `step() -> (its losses, {part: seconds})`. Five for their losses, the first of which compiles;
+    then one a measurement, behind one that is not counted (see `peers.seconds_each`)."""
+    losses = [loss for _ in range(STEPS) for loss in step()[0]]
 
     def measure():
-        return {"tokens_per_second": ROWS * TOKENS / seconds_each(once, 2)}
+        step()
+        _, seconds = step()
+        return {"tokens_per_second": tokens / sum(seconds.values()), "seconds": seconds}
 
-    serve({"check": losses} | extra, measure)
+    serve({"check": losses, "name": name}, measure)
 
+
+def case(name: str, title: str) -> Case:
+    mine, theirs = functools.partial(ours, name), functools.partial(peer, name)
+    return Case(title, mine, theirs, "the losses of five steps", tolerance=1e-3)
+
+
+CASES = {
+    "grpo": case("grpo", "GRPO step, 8 x 1024 tokens"),
+    "ppo": case("ppo", "PPO step, 8 x 1024 tokens"),
+    "plain": case("plain", "next-token step, 8 x 512 tokens"),
+    "buckets": Case(
+        "GRPO step, 256 episodes of the small world",
+        functools.partial(small_world, False),
+        functools.partial(small_world, True),
+        "the losses of five steps",
+        tolerance=1e-5,
+        needs="",
+    ),
+}
 
 if __name__ == "__main__":
-    against_torch(
-        __file__, __doc__, ours, peer, "train step, 8 x 512 tokens", "the losses of five steps", tolerance=1e-3
-    )
+    run_cases(__file__, __doc__, CASES, rounds=5)

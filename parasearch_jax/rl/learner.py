@@ -1,7 +1,7 @@
 """An algorithm as three functions on a state: `init`, `score` (what a step starts from), `update`.
 
     state     {"actor": State} with GRPO, {"actor": State, "critic": State} with PPO   (State: rl/update.py)
-    scores    {"old", "ref", "values": float32 [B, T]}, those that the algorithm needs
+    scores    {"old", "ref", "values": float32 [B, T]}, those that the algorithm needs; SFT needs none
 
 Axes: B batch (rows), T tokens.
 """
@@ -26,20 +26,30 @@ from parasearch_jax.rl.critic import init_critic, make_critic_update, make_value
 from parasearch_jax.rl.losses import adaptive_kl, kl, masked_mean, masked_sum, sampler_gap, truncated_weights
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
 from parasearch_jax.rl.portions import Portion
-from parasearch_jax.rl.update import Metrics, UpdateConfig, init_state, loss_weights, make_score, make_update
+from parasearch_jax.rl.update import (
+    Metrics,
+    UpdateConfig,
+    init_state,
+    loss_weights,
+    make_score,
+    make_sft_update,
+    make_update,
+)
 from parasearch_jax.sharding import layout, rules
 
 COMPARING = ("grpo", "dr_grpo", "rloo")  # the samples of a question; the reward counts whole
 PENALISED = ("ppo", "reinforce", "reinforce_pp")  # these can take the KL from the reward
-NAMES = ("ppo", *COMPARING, *PENALISED[1:])
+NAMES = ("ppo", *COMPARING, *PENALISED[1:], "sft")
+OF_SAMPLING = {"samples": 1, "temperature": 1.0, "reward_kl": 0.0, "bypass": False}  # with "sft" as here
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """What a step draws and how rewards become advantages (rl/advantages.py)."""
+    """What a step draws and how rewards become advantages (rl/advantages.py). With "sft" there are none: a step draws
+    stored episodes (sft.py)."""
 
     name: str  # one of NAMES
-    questions: int  # of a step
+    questions: int  # of a step; of "sft" its episodes
     samples: int = 1  # episodes of each question
     temperature: float = 1.0
     updates: int = 1  # optimizer steps a batch, each on its own share of the rows
@@ -66,6 +76,9 @@ class AlgorithmConfig:
         for field in ("questions", "samples", "updates", "kl_horizon"):
             if getattr(self, field) < 1:
                 raise UserError(f"algorithm.{field} is {getattr(self, field)}, it must be >= 1")
+        for field, value in OF_SAMPLING.items() if self.name == "sft" else ():
+            if getattr(self, field) != value:
+                raise UserError(f"algorithm.{field} is {getattr(self, field)}, which sft has not: leave it at {value}")
         compares = self.name in COMPARING or (self.name in PENALISED[1:] and self.baseline == "group")
         if compares and self.samples < 2:
             raise UserError(
@@ -116,7 +129,8 @@ def make_learner(
             "multiple of mesh.fsdp rows"
         )
     actor_tx, ppo, adaptive = make_optimizer(optimizer), algorithm.name == "ppo", algorithm.kl_target > 0
-    logprobs, update_actor = make_score(cfg, ucfg), make_update(cfg, ucfg, actor_tx)
+    sft = algorithm.name == "sft"
+    logprobs, update_actor = make_score(cfg, ucfg), (make_sft_update if sft else make_update)(cfg, ucfg, actor_tx)
     if ppo:
         critic_tx, values = make_optimizer(critic_optimizer), make_values(cfg, ucfg)
         update_critic = make_critic_update(cfg, ucfg, critic_tx, algorithm.value_clip)
@@ -156,6 +170,8 @@ def make_learner(
         return portions.put(shares, mesh)
 
     def score(state, batch: Batch, cut: list[Portion], reference=None):
+        if sft:
+            return {}, {}
         micros, sampled = [micro for portion in cut for micro in portion.micros], batch
         batch, scores, metrics = learned(batch), {"old": batch.logprobs}, {}
         if not algorithm.bypass:
@@ -170,7 +186,8 @@ def make_learner(
 
     def update(state, batch: Batch, cut: list[Portion], scores):
         sampled, batch = batch, learned(batch)
-        goals, metrics = targets(batch, sampled, steps(batch), scores, state.get("kl_coef"))
+        coef = state.get("kl_coef")
+        goals, metrics = ({}, {}) if sft else targets(batch, sampled, steps(batch), scores, coef)
         actor, critic, seen = state["actor"], state.get("critic"), []
         for portion in cut:
             data = share({"batch": batch, "steps": steps(batch)} | goals | scores, portion.members)

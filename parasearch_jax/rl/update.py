@@ -113,14 +113,45 @@ def make_update(cfg: DecoderConfig, ucfg: UpdateConfig, tx: optax.GradientTransf
     (int32, all refused updates so far).
     """
 
+    def loss_of(data, out, tokens):
+        return _loss(ucfg, out["logprobs"], out["entropy"], data, tokens)
+
+    return stepping(_policy(cfg, ucfg), loss_of, _tokens, tx)
+
+
+def make_sft_update(cfg: DecoderConfig, ucfg: UpdateConfig, tx: optax.GradientTransformation) -> Step:
+    """`update(state, data, micros) -> (state, metrics)` of supervised learning; donates `state`.
+
+    data: {"batch": Batch, "weights": float32 [B, T]}; the loss is the sum of weight times -log p(id) over policy ids,
+    so prompts, documents and notices are read and not learned. Everything else as in `make_update`.
+    Metrics: loss, perplexity (exp of the mean -log p of a policy id, whatever the weights) and entropy, next to the
+    norms and `skipped`. Raises UserError for what only a sampled batch has.
+    """
+    for name in ("kl_coef", "entropy_coef", "dual_clip", "importance_cap"):
+        if getattr(ucfg, name):
+            raise UserError(f"update: {name} is {getattr(ucfg, name)}, which a supervised loss has not: set it to 0")
+
+    def loss_of(data, out, tokens):
+        mask, surprise = data["batch"].policy_mask, -out["logprobs"]
+        loss = weighted_sum(surprise, data["weights"])
+        perplexity = jnp.exp(masked_sum(surprise, mask) / tokens)
+        return loss, {"loss": loss, "perplexity": perplexity, "entropy": masked_sum(out["entropy"], mask) / tokens}
+
+    return stepping(_policy(cfg, ucfg), loss_of, _tokens, tx)
+
+
+def _policy(cfg: DecoderConfig, ucfg: UpdateConfig) -> Callable:
+    """What `stepping` runs of the policy."""
+
     def of_micro(params, micro):
         logprobs, entropy = _logprobs(params, cfg, ucfg, micro["batch"])
         return {"logprobs": logprobs, "entropy": entropy}
 
-    def loss_of(data, out, tokens):
-        return _loss(ucfg, out["logprobs"], out["entropy"], data, tokens)
+    return of_micro
 
-    return stepping(of_micro, loss_of, lambda data: token_count(data["batch"].policy_mask), tx)
+
+def _tokens(data) -> jax.Array:
+    return token_count(data["batch"].policy_mask)
 
 
 def _loss(ucfg: UpdateConfig, logprobs, entropy, data, tokens) -> tuple[jax.Array, Metrics]:
@@ -172,6 +203,7 @@ def _logprobs(params, cfg: DecoderConfig, ucfg: UpdateConfig, micro: Batch):
         ucfg.logprob_chunk,
         ucfg.remat,
         entropy_grad=ucfg.entropy_coef != 0,
+        mask=micro.policy_mask,
     )
 
 

@@ -222,10 +222,10 @@ def decode_chunk(
     """Samples up to `steps` tokens in every active slot; a shard ends early when a third of them have stopped.
 
     table: see `stops.build_stops`; `truncated`: whether top_p and top_k of the slots are heeded. A slot stops at the
-    token that completes a tag, at an end token, and when nothing is left of its budget. `read` is what a shard reads: of
-    each slot so many cells, which hold the longest active length + steps; where `kv_cache.paged`, of all together so
-    many pages, which hold the active lengths. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S], "steps" int32
-    [M]}; a slot's tokens are the first length_after - length_before of its column.
+    token that completes a tag, at an end token, and when nothing is left of its budget. `read` is what a shard reads:
+    of each slot so many cells, which hold the longest active length + steps; where `kv_cache.paged`, of all together so
+    many pages, which hold the active lengths. Returns the state and {"tokens" int32 [N,S], "logprobs" fp32 [N,S],
+    "steps" int32 [M]}; a slot's tokens are the first length_after - length_before of its column.
     """
 
     columns, pages = P(None, *rules.ROWS), kv_cache.paged(cfg)

@@ -154,7 +154,9 @@ def by_rows(function: Callable, path: str) -> Callable:
     spec = spec_of(path)
 
     def run(parameter, *arrays):
-        return function(jax.lax.all_gather(parameter, "fsdp", axis=tuple(spec).index("fsdp"), tiled=True), *arrays)
+        if jax.sharding.get_abstract_mesh().shape["fsdp"] > 1:  # with one device XLA would still transpose it and back
+            parameter = jax.lax.all_gather(parameter, "fsdp", axis=tuple(spec).index("fsdp"), tiled=True)
+        return function(parameter, *arrays)
 
     def mapped(parameter, *arrays):
         specs = (spec, *(ROWS for _ in arrays))

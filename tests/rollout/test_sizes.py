@@ -11,7 +11,7 @@ from scripted import PROTOCOL, Fake, random_model
 from parasearch_jax.data import Question
 from parasearch_jax.rollout import Engine, sampler, shards
 from parasearch_jax.rollout.kv_cache import PAGE
-from parasearch_jax.rollout.sizes import CALL_TOKENS, Sizes, holding
+from parasearch_jax.rollout.sizes import CALL_TOKENS, Sizes
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
 MOST = 24
