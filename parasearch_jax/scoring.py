@@ -48,10 +48,13 @@ class Scorer:
 
 
 def reward_metrics(scored: Sequence[Scored], batch: rl.Batch) -> dict[str, float]:
-    """Means of the parts and of the total, the share of groups in which all totals are equal (no gradient), and the
-    sampler's mean log-prob a token of the episodes that earned more than the mean, where some did."""
+    """Means of the parts, of the sum of an episode's step rewards ("reward/steps", where there are any) and of the
+    total, the share of groups in which all totals are equal (no gradient), and the sampler's mean log-prob a token of
+    the episodes that earned more than the mean, where some did."""
     names = list(dict.fromkeys(name for parts, _ in scored for name in parts))
     out = {f"reward/{name}": float(np.mean([parts.get(name, 0.0) for parts, _ in scored])) for name in names}
+    if any(steps for _, steps in scored):
+        out["reward/steps"] = float(np.mean([sum(value for _, value in steps) for _, steps in scored]))
     n = len(scored)
     totals, groups = np.asarray(batch.rewards).sum(-1)[:n], np.asarray(batch.group)[:n]
     flat = [np.ptp(totals[groups == g]) == 0 for g in np.unique(groups)]

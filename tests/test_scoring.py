@@ -5,8 +5,9 @@ import pytest
 from parasearch_jax import rewards
 from parasearch_jax.data import Question
 from parasearch_jax.rewards.base import Entry
+from parasearch_jax.rl import stack_rows
 from parasearch_jax.rollout import Answer, Episode, Segment
-from parasearch_jax.scoring import Scorer
+from parasearch_jax.scoring import Scorer, reward_metrics
 
 SAMPLES = 2
 
@@ -58,3 +59,21 @@ def test_a_step_that_is_broken_off_leaves_no_trace():
     scoring(0, group(0))
     scoring(1, group(1))
     assert memory == {"seen": 4, "inner": {"x": 1}}
+
+
+def test_parts_and_steps_are_in_the_metrics_by_name():
+    """Means over the episodes; the total is that of parts and steps together."""
+
+    def reward(episode, question):
+        parts = {"length": float(len(episode.answer))} | ({"late": 4.0} if question.id == "c" else {})
+        return parts, [(0, 0.5)] * episode.sample
+
+    scoring = Scorer(rewards.wrap(reward), QUESTIONS, SAMPLES, {})
+    scored, rows = scoring.finish(EPISODES)
+    line = reward_metrics(scored, stack_rows(rows, 4))
+    named = {name: value for name, value in line.items() if name.startswith("reward/")}
+    assert named == pytest.approx(
+        {"reward/length": 1.5, "reward/late": 4 / 3, "reward/steps": 0.25, "reward/total": 1.5 + 4 / 3 + 0.25}
+    )
+    plain, _ = Scorer(rewards.wrap(lambda episode, question: {"x": 1.0}), QUESTIONS, SAMPLES, {}).finish(EPISODES)
+    assert "reward/steps" not in reward_metrics(plain, stack_rows(rows, 4))

@@ -61,6 +61,12 @@ def f1(prediction: str | None, golds: str | Iterable[str]) -> float:
     return max((_token_f1(predicted, normalize(gold).split()) for gold in golden_list(golds)), default=0.0)
 
 
+def f1_released(prediction: str | None, golds: str | Iterable[str]) -> float:
+    """`f1` with the released normaliser: the golden answers "A" and "the" have no token, so nothing matches them."""
+    predicted = normalize_released(prediction or "").split()
+    return max((_token_f1(predicted, normalize_released(gold).split()) for gold in golden_list(golds)), default=0.0)
+
+
 def _token_f1(predicted: list[str], gold: list[str]) -> float:
     common = sum((Counter(predicted) & Counter(gold)).values())
     return 2 * common / (len(predicted) + len(gold)) if common else 0.0

@@ -1,9 +1,9 @@
 """The reward of ParallelSearch (arXiv 2508.09303, Eq. 3-7): outcome, decomposition, search count, format.
 
-Both variants share one formula (`parallel_search`) and differ in the facts it is fed. `paper` reads what was executed
-(`Episode.actions`) and the question's kind. `released` reads the text after the prompt and the question's original
-type, as the authors' scorer does (`verl/utils/reward_score/qa_em_format.py`, `verl/utils/dataset/rl_dataset.py`); what
-differs is listed in `RELEASED_DIFFERS`, which `Reward.describe` puts into the log of a run.
+`paper` reads what was executed (`Episode.actions`) and the question's kind. `released` reads the text after the prompt
+and the question's original type, as the authors' scorer does (`verl/utils/reward_score/qa_em_format.py`,
+`verl/utils/dataset/rl_dataset.py`); what differs is listed in `QUIRKS`, which `Reward.describe` puts into the log of a
+run, and each can be switched by its name.
 
 Not kept from the released scorer: where a response has no answer block it takes the prompt's example ("Beijing") for
 the answer, as it searches the prompt too. Here such a response has no answer.
@@ -11,49 +11,36 @@ the answer, as it searches the prompt too. Here such a response has no answer.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
-from parasearch_jax.data.metrics import em, em_released
 from parasearch_jax.data.types import Question
+from parasearch_jax.rewards import format as form
 from parasearch_jax.rewards.base import register
-from parasearch_jax.rewards.format import released_text, valid_by_provenance, valid_by_text
 from parasearch_jax.rollout.types import Episode
 
-RELEASED_DIFFERS = (
-    "released: search_count has the offset +lambda_s (its maximum is lambda_s, not 0)",
-    "released: n counts the string '<search>' in policy, documents and notices, executed or not",
-    "released: only the first '<search>..</search>' pair decides on decomposition; any '##' in it counts, 'a ##' too",
-    "released: the answer is the last '<answer>..</answer>' pair, executed or not, in documents and notices too",
-    "released: exact match by SQuAD's normaliser, under which an empty answer equals the golden answer 'A' or 'the'",
-    "released: validity by a state machine over the whole text, so that a document with a tag in it, or one cut before "
-    "its closing tag, makes the episode invalid; an invalid turn does so by its notice",
-    "released: the comparison flag comes from the exact type: 'comparison' +1, 'na' -1, all else 0 ('comparison_query' "
-    "too); where a question has none, or one of our own names, from its kind",
-)
+QUIRKS = {
+    "offset": "search_count has the offset +lambda_s (its maximum is lambda_s, not 0)",
+    "count_tags": "n counts the string '<search>' in policy, documents and notices, executed or not",
+    "first_search": "only the first search decides on decomposition, not any",
+    "raw_split": "a search is a '<search>..</search>' pair anywhere in the text, and any '##' in it splits: 'a ##' too",
+    "last_answer": form.LAST_ANSWER,
+    "squad_em": form.SQUAD_EM,
+    "text_format": form.TEXT_FORMAT,
+    "exact_type": "the comparison flag comes from the exact type: 'comparison' +1, 'na' -1, all else 0 "
+    "('comparison_query' too); where a question has none, or one of our own names, from its kind",
+}
 
 _FLAG_OF_KIND = {"parallel": 1, "sequential": 0, "single": -1}
 _FLAG_OF_TYPE = {"comparison": 1, "na": -1}
 _OUR_TYPES = ("parallel", "sequential", "single", "single-hop", "", None)  # never in the authors' data
 
 
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """What the formula needs to know of an episode."""
-
-    flag: int  # +1 parallel, 0 sequential, -1 single
-    correct: bool
-    valid: bool
-    n: int  # searches
-    decomposed: bool
-
-
-@register("parallel_search", needs_kind=True, variants=("paper", "released"), differs={"released": RELEASED_DIFFERS})
+@register("parallel_search", needs_kind=True, quirks=QUIRKS)
 def parallel_search(
     episode: Episode,
     question: Question,
     *,
-    variant: str = "paper",
+    quirks: frozenset[str] = frozenset(),
     lambda_d: float = 0.15,
     lambda_s: float = 0.35,
     lambda_f: float = 0.1,
@@ -69,47 +56,44 @@ def parallel_search(
     `paper`: the answer is the executed one, n the executed searches, split means that an executed search had two or
     more non-empty sub-queries, well-formed is `valid_by_provenance`. No answer is a wrong one, and never well-formed.
     A search that the retriever failed to answer counts like any other, in both variants (see `Search`).
-    `released`: `RELEASED_DIFFERS`. The constants are those of the released experiment; the paper gives neither alpha
-    (only alpha > 1) nor lambda_f. The kind must be known; `make_reward` takes `unknown` to name one.
+    `released`: `QUIRKS`. The constants are those of the released experiment; the paper gives neither alpha (only
+    alpha > 1) nor lambda_f, does not say whether the first search or any decides (`first_search`), and has no `offset`.
+    The kind must be known; `make_reward` takes `unknown` to name one.
     """
-    facts = _executed(episode, question) if variant == "paper" else _as_released(episode, question)
-    excess = abs(min(facts.n, 2) - 2) if facts.flag == 0 else abs(facts.n - 1)
-    offset = lambda_s if variant == "released" else 0.0
+    flag = _released_flag(question) if "exact_type" in quirks else _FLAG_OF_KIND[question.kind]
+    correct, valid = form.is_correct(episode, question, quirks), form.is_well_formed(episode, quirks)
+    n = _count(episode, quirks)
+    excess = abs(min(n, 2) - 2) if flag == 0 else abs(n - 1)
     return {
-        "outcome": float(facts.correct),
-        "decomposition": _decomposition(facts, lambda_d, alpha),
-        "search_count": offset - lambda_s * excess,
-        "format": lambda_f * (facts.valid - facts.correct),
+        "outcome": float(correct),
+        "decomposition": _decomposition(flag, _split(episode, quirks), lambda_d, alpha),
+        "search_count": (lambda_s if "offset" in quirks else 0.0) - lambda_s * excess,
+        "format": lambda_f * (valid - correct),
     }
 
 
-def _decomposition(facts: _Facts, lambda_d: float, alpha: float) -> float:
-    if facts.flag > 0:
-        return alpha * lambda_d if facts.decomposed else 0.0
-    return 0.0 if facts.decomposed else lambda_d
+def _decomposition(flag: int, split: bool, lambda_d: float, alpha: float) -> float:
+    if flag > 0:
+        return alpha * lambda_d if split else 0.0
+    return 0.0 if split else lambda_d
 
 
-def _executed(episode: Episode, question: Question) -> _Facts:
-    return _Facts(
-        flag=_FLAG_OF_KIND[question.kind],
-        correct=em(episode.answer, question.golden_answers) == 1.0,
-        valid=valid_by_provenance(episode),
-        n=len(episode.searches),
-        decomposed=any(len(search.queries) >= 2 for search in episode.searches),
-    )
+def _count(episode: Episode, quirks: frozenset[str]) -> int:
+    if "count_tags" in quirks:
+        return form.released_text(episode).count(form.tags_of(form.protocol_of(episode)).search[0])
+    return len(episode.searches)
 
 
-def _as_released(episode: Episode, question: Question) -> _Facts:
-    text = released_text(episode)
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    first_search = re.search(r"<search>(.*?)</search>", text, re.DOTALL)  # the third of prompt + response
-    return _Facts(
-        flag=_released_flag(question),
-        correct=em_released(answers[-1] if answers else None, question.golden_answers) == 1.0,
-        valid=valid_by_text(text),
-        n=text.count("<search>"),
-        decomposed=first_search is not None and "##" in first_search.group(1),
-    )
+def _split(episode: Episode, quirks: frozenset[str]) -> bool:
+    """Whether the episode's searches (with `first_search` only the first) had several sub-queries."""
+    if "raw_split" in quirks:
+        protocol = form.protocol_of(episode)
+        opening, closing = map(re.escape, form.tags_of(protocol).search)
+        pairs = re.findall(f"{opening}(.*?){closing}", form.released_text(episode), re.DOTALL)
+        splits = [(protocol.separator or "##") in pair for pair in pairs]
+    else:
+        splits = [len(search.queries) >= 2 for search in episode.searches]
+    return any(splits[:1] if "first_search" in quirks else splits)
 
 
 def _released_flag(question: Question) -> int:

@@ -150,7 +150,7 @@ class Engine:
         sampling, groups = Sampling(temperature, top_p, top_k), []
         for question in questions:
             prompt, name = self.prompt(protocol.render_prompt(question.text)), question.id
-            episodes = [Episode(question_id=name, sample=i) for i in range(samples)]
+            episodes = [Episode(question_id=name, sample=i, protocol=protocol) for i in range(samples)]
             groups.append(Group([Run(e, prompt, _run_number(name, i), sampling) for i, e in enumerate(episodes)]))
         job = Job(self, protocol, retriever, step, self.config.max_turn_tokens)
         with in_order(on_group, groups, job.cancel):

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parasearch_jax.protocol import Protocol
 
 SOURCES = ("prompt", "policy", "docs", "notice")
 STOP_REASONS = ("answer", "eos", "turns", "length", "cancelled", "error")
@@ -77,6 +81,7 @@ class Episode:
     version: int = 0  # version of the weights that sampled it
     dropped_queries: int = 0  # sub-queries over the protocol's limit, not sent
     failed_searches: int = 0  # sub-queries whose retriever call failed or had no answer in time: no document shown
+    protocol: Protocol | None = dataclasses.field(default=None, repr=False)  # whose tags its text has
 
     @property
     def searches(self) -> list[Search]:
@@ -124,4 +129,4 @@ class Episode:
             actions.append(parsed.action)
             dropped += parsed.dropped_queries
         answered = bool(actions) and isinstance(actions[-1], Answer)
-        return cls(segments, actions, "answer" if answered else "turns", dropped_queries=dropped)
+        return cls(segments, actions, "answer" if answered else "turns", dropped_queries=dropped, protocol=protocol)

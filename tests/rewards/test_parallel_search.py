@@ -3,37 +3,19 @@
 Run as a program it prints the table of docs/rewards.md.
 """
 
-import json
 import re
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
+from reward_cases import ASK, DOCS, PROMPT, RIGHT, ROOT, SAW, SPLIT, THINK, WRONG, golden_cases, needs_golden
 
 from parasearch_jax.data import Question
 from parasearch_jax.data.questions import kind_of
 from parasearch_jax.errors import UserError
 from parasearch_jax.rewards import make_reward, score
 from parasearch_jax.rewards.format import released_text, valid_by_provenance, valid_by_text
-from parasearch_jax.rewards.parallel_search import parallel_search
+from parasearch_jax.rewards.parallel_search import QUIRKS, parallel_search
 from parasearch_jax.rollout import Episode
-
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT.parent / "shared/golden/parallelsearch_rewards.json"
-needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="shared/golden is not part of the repository")
-
-DOCS = "\n\n<information>Doc 1(Title: T) text</information>\n\n"
-EXAMPLES = "Search: <search> query </search> or <search> a ## b </search>. Then answer: <answer> Beijing </answer>. "
-PROMPT = ("prompt", EXAMPLES)
-
-
-def golden_cases():
-    """(case, episode, question) of the golden file; its 'observation' is 'docs' here."""
-    for case in json.loads(GOLDEN.read_text())["cases"]:
-        pairs = [("docs" if source == "observation" else source, text) for source, text in case["segments"]]
-        kind = kind_of(case["type"])
-        question = Question(case["id"], "q", case["golden_answers"], kind, meta={"type": case["type"]})
-        yield case, Episode.from_text([PROMPT, *pairs]), question
 
 
 def total(episode, question, variant="paper", **params):
@@ -112,7 +94,6 @@ def test_published_table(type, decomposed, totals):
 
 
 NOTICE = "\nInvalid. To search write <search> and </search>, to finish <answer> and </answer>.\n"
-THINK = "<think>t</think>"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +156,62 @@ def test_released_flag_reads_the_original_type_and_ours_stand_in():
     )
 
 
+NOTED = [("policy", "hm"), ("notice", NOTICE)]
+
+
+@pytest.mark.parametrize(
+    ("quirk", "type", "golds", "pairs", "paper", "switched"),  # (part, value) that the switch changes
+    [
+        ("offset", "na", "Paris", [ASK, SAW, RIGHT], ("search_count", 0.0), 0.35),
+        ("count_tags", "na", "Paris", [*NOTED, ASK, SAW, RIGHT], ("search_count", 0.0), -0.35),
+        ("first_search", "comparison", "Paris", [ASK, SAW, SPLIT, SAW, RIGHT], ("decomposition", 0.45), 0.0),
+        ("raw_split", "comparison", "Paris", [("policy", THINK + "<search>a ## </search>"), SAW, RIGHT],
+         ("decomposition", 0.0), 0.45),
+        ("last_answer", "na", "Paris", [("policy", WRONG[1] + RIGHT[1])], ("outcome", 0.0), 1.0),
+        ("squad_em", "na", "A", [("policy", THINK + "<answer></answer>")], ("outcome", 0.0), 1.0),
+        ("text_format", "na", "Paris", [ASK, ("docs", DOCS[:20]), RIGHT], ("format", 0.0), -0.1),
+        ("exact_type", "comparison_query", "Paris", [SPLIT, SAW, RIGHT], ("decomposition", 0.45), 0.0),
+    ],
+)  # fmt: skip
+def test_each_quirk_is_a_switch(quirk, type, golds, pairs, paper, switched):
+    """Alone on top of the paper it changes this part; taken from `released` it gives back what the rest makes of it."""
+    episode = Episode.from_text([PROMPT, *pairs])
+    question = Question("q", "?", golds, kind_of(type), meta={"type": type})
+    part, value = paper
+    assert score("parallel_search", episode, question)[part] == pytest.approx(value)
+    assert score("parallel_search", episode, question, **{quirk: True})[part] == pytest.approx(switched)
+    all_on = {name: True for name in QUIRKS}
+    released = score("parallel_search", episode, question, "released")
+    assert released == score("parallel_search", episode, question, **all_on)
+    assert score("parallel_search", episode, question, "released", **{quirk: False}) != released
+
+
+def test_the_switch_cases_cover_every_quirk():
+    (mark,) = (m for m in test_each_quirk_is_a_switch.pytestmark if m.name == "parametrize")
+    assert {case[0] for case in mark.args[1]} == set(QUIRKS)
+
+
+@pytest.mark.parametrize(("constant", "part"), [
+    ("lambda_d", "decomposition"), ("alpha", "decomposition"), ("lambda_s", "search_count"), ("lambda_f", "format"),
+])  # fmt: skip
+def test_each_constant_scales_its_part_alone(constant, part):
+    episode = Episode.from_text([PROMPT, SPLIT, SAW, ASK, SAW, WRONG])  # no part but the outcome is 0
+    question = Question("q", "?", "Paris", "parallel")
+    default = score("parallel_search", episode, question)
+    doubled = score("parallel_search", episode, question, **{constant: 2 * parallel_search.__kwdefaults__[constant]})
+    assert doubled == pytest.approx(default | {part: 2 * default[part]}) and default[part]
+
+
+def test_the_first_of_all_pairs_decides_in_released():
+    """Together `first_search` and `raw_split` read the first pair of the text, be it the notice's; alone each is what
+    it says."""
+    question = Question("q", "?", "Paris", "parallel")
+    episode = Episode.from_text([PROMPT, *NOTED, SPLIT, SAW, RIGHT])
+    quirks = {"first_search": True, "raw_split": True}
+    split = lambda **q: score("parallel_search", episode, question, **q)["decomposition"] > 0  # noqa: E731
+    assert not split(**quirks) and split(first_search=True) and split(raw_split=True) and split()
+
+
 # --- paper ------------------------------------------------------------------------------------------------------------
 
 
@@ -224,11 +261,6 @@ def test_paper_totals(params):
         assert total(episode, question, **params) == pytest.approx(by_hand(case, **params), abs=1e-9), case["id"]
         totals.add(round(by_hand(case, **params), 6))
     assert len(totals) > 10
-
-
-ASK, SPLIT = ("policy", THINK + "<search>a</search>"), ("policy", THINK + "\n<search> a ## b </search>")
-RIGHT, WRONG = ("policy", THINK + "<answer> Paris </answer>"), ("policy", THINK + "<answer>Rome</answer>")
-SAW = ("docs", DOCS)
 
 
 @pytest.mark.parametrize(
@@ -364,9 +396,11 @@ def test_unknown_kinds_are_refused_with_their_number_unless_named():
 
 def test_everything_that_differs_is_in_docstring_and_log():
     log = make_reward({"name": "parallel_search", "variant": "released", "lambda_d": 0.2}).describe()
-    assert "variant=released, lambda_d=0.2" in log and "offset" in log and log.count("released:") == 7
+    assert "variant=released, lambda_d=0.2" in log and "offset" in log and log.count("released:") == 8
     assert "released:" not in make_reward("parallel_search").describe()
-    assert "RELEASED_DIFFERS" in parallel_search.__doc__
+    assert "QUIRKS" in parallel_search.__doc__
+    mixed = make_reward({"name": "parallel_search", "variant": "released", "first_search": False}).describe()
+    assert mixed.count("released:") == 7 and "as in the paper: first_search" in mixed
 
 
 def differences():
