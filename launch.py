@@ -21,6 +21,9 @@ PROFILE = flags.DEFINE_integer("profile", None, "Writes a jax.profiler trace of 
 PLAN = flags.DEFINE_bool(
     "plan", False, "Prints memory and time of the run, by arithmetic and as compiled; runs nothing."
 )
+SAMPLE = flags.DEFINE_bool(
+    "sample", False, "Trains nothing: samples what the run's steps would, the model as it is, into WORKDIR/episodes."
+)
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "Several hosts, a process each, as SLURM, Open MPI, Kubernetes or a TPU pod started them."
 )
@@ -39,9 +42,13 @@ def main(argv: list[str]) -> None:
         config.lock()
     except OSError as error:  # ml_collections keeps the failure to load a file until the first use
         raise UserError(" ".join(str(error).split())) from error
+    if SAMPLE.value:
+        config.name += "_sample"  # so another work directory than the run's
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
     keep_programs()
     from parasearch_jax import hosts, plan  # imports JAX: not before the flags are known to be right
+    from parasearch_jax.sample import sample
+    from parasearch_jax.sft import finetune
     from parasearch_jax.train import train
 
     if PLAN.value:
@@ -49,7 +56,13 @@ def main(argv: list[str]) -> None:
         return
     plan.claim_memory(config)
     with hosts.joined(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value):
-        train(config, workdir=WORKDIR.value or default_workdir(config), profile=PROFILE.value)
+        workdir = WORKDIR.value or default_workdir(config)
+        if SAMPLE.value:
+            sample(config, workdir)
+        elif config.algorithm.name == "sft":
+            finetune(config, workdir, PROFILE.value)
+        else:
+            train(config, workdir=workdir, profile=PROFILE.value)
 
 
 def default_workdir(config) -> Path:

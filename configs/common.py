@@ -40,10 +40,14 @@ def base(name: str) -> ConfigDict:
             seed=0,
             model=dict(path="", dtype="float32"),  # compute dtype; parameters are fp32
             data=dict(
-                train="", dev="", test=""
-            ),  # "a.jsonl" or "nq=a.jsonl,hotpotqa=b.jsonl"; dev: see train.eval_every
+                train="",  # "a.jsonl" or "nq=a.jsonl,hotpotqa=b.jsonl"
+                dev="",  # see train.eval_every
+                test="",
+                episodes="",  # of sft: stored ones, files or patterns with commas
+            ),
             protocol=dict(name="parallel", prompt=""),  # prompt: template with {question}; empty: the protocol's own
-            retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, topk=3),
+            # kind "remote" asks the server at `url`, for `deadline` seconds at most; it has its own corpus and encoder.
+            retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, index="", topk=3, url="", deadline=30.0),
             reward=dict(name="parallel_search", variant="paper"),
             rollout=dict(
                 slots=64,
@@ -57,7 +61,7 @@ def base(name: str) -> ConfigDict:
                 deterministic=True,
             ),
             algorithm=dict(  # rl.learner.AlgorithmConfig
-                name="grpo",  # or "ppo", "dr_grpo", "rloo", "reinforce", "reinforce_pp"
+                name="grpo",  # or "ppo", "dr_grpo", "rloo", "reinforce", "reinforce_pp"; "sft": see sft.py
                 questions=64,
                 samples=5,  # Search-R1's GRPO scripts
                 temperature=1.0,

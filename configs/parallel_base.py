@@ -7,8 +7,8 @@ r"""ParallelSearch as the paper ran it: Qwen2.5-7B by PPO on NQ and HotpotQA, se
 
     python launch.py --config=configs/parallel_base.py --plan                 # memory and hours, on any machine
 
-THIS VERSION CANNOT RUN IT: it opens no index files yet. The command says so at once, with what the machine lacks and
-the commands that get it. `configs/parallel_tiny.py:ppo` runs anywhere.
+Without its machine and files the command says at once what lacks, with the commands that get it.
+`configs/parallel_tiny.py:ppo` runs anywhere.
 
 Hardware: 8 x H100 80 GB in one host, as the paper. `--plan`: 67 of 76 GiB a device. Hours: not measured; the plan
 estimates 19, from utilisations that it names.
@@ -61,7 +61,7 @@ def get_config(arg=None):
     del config.retriever.dim  # of the hashed encoder
     config.retriever.corpus = f"{WIKI}/wiki-18.jsonl"
     config.retriever.encoder = "models/e5-base-v2"
-    config.retriever.index = f"{WIKI}/e5_Flat.index"
+    config.retriever.index = f"{WIKI}/e5/flat"
     config.retriever.topk = 3
 
     # ---- Rollout: paper (4 turns, 500 tokens a response and an observation, 4,096 in all).
@@ -155,9 +155,8 @@ def _setup(config, model: str):
         f"gunzip {WIKI}/wiki-18.jsonl.gz"
     )
     config.setup.index = (
-        "hf download PeterJinGo/wiki-18-e5-index part_aa part_ab \\\n"
-        f"  --repo-type dataset --local-dir {WIKI} # 65 GB\n"
-        f"cat {WIKI}/part_a[ab] > {WIKI}/e5_Flat.index && rm {WIKI}/part_a[ab]"
+        f"python -m parasearch_jax.retrieval.build --corpus={WIKI}/wiki-18.jsonl \\\n"
+        f"  --encoder=models/e5-base-v2 --index=flat --out={WIKI}/e5 # 80 GB"
     )
     config.setup.encoder = "hf download intfloat/e5-base-v2 --local-dir models/e5-base-v2"
     config.setup.instead = (

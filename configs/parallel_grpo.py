@@ -2,7 +2,7 @@ r"""configs/parallel_base.py with Search-R1's GRPO in place of PPO: five samples
 
     python launch.py --config=configs/parallel_grpo.py                        # arguments as parallel_base.py's
 
-THIS VERSION CANNOT RUN IT, for parallel_base's reason. `configs/parallel_tiny.py` is GRPO and runs anywhere.
+`configs/parallel_tiny.py` is GRPO and runs anywhere.
 
 Hardware: 8 x H100 80 GB in one host. `--plan`: 58 of 76 GiB a device. Hours: not measured; the plan estimates 63.
 

@@ -28,6 +28,7 @@ PANELS = (
     ("rollout/dr_parallel", "parallel questions split (DR %)"),
     ("rollout/turns_parallel", "turns on parallel questions"),
     ("rollout/em", "EM of the sampled episodes"),
+    ("perplexity", "perplexity of the stored episodes (SFT)"),
 )
 RESULTS = (("em", 100, "EM %"), ("dr", 1, "DR %"), ("turns", 1, "turns"))
 

@@ -20,6 +20,7 @@ from parasearch_jax.data.questions import question_files
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.paths import lacks
 from parasearch_jax.retrieval import ENCODERS
+from parasearch_jax.retrieval.opening import is_built
 from parasearch_jax.sharding.mesh import MeshConfig
 
 GIB = 2**30
@@ -48,15 +49,8 @@ def preflight(config: ConfigDict) -> None:
         return
     of_machine = [*_devices(machine, mesh.size), *_host_memory(machine)]
     lacks = [*of_machine, *_model(config), *_questions(config), *_retriever(config)]
-    unbuilt = list(_not_in_this_version(config))
-    if lacks or unbuilt:
-        raise UserError(_page(config, lacks, unbuilt))
-
-
-def _not_in_this_version(config: ConfigDict) -> Iterator[str]:
-    """What the code can't do yet, whatever the machine; each line goes with the issue that it names."""
-    if config.retriever.get("index"):  # issue "Retrieval"
-        yield "index files (the index of retriever.corpus is made anew at every start)"
+    if lacks:
+        raise UserError(_page(config, lacks))
 
 
 # ------------------------------------------------------------------------------------------------------- the machine
@@ -110,10 +104,12 @@ def _questions(config: ConfigDict) -> Iterator[Lack]:
 
 def _retriever(config: ConfigDict) -> Iterator[Lack]:
     settings = config.retriever
-    for name in ("corpus", "index"):
-        path = settings.get(name)
-        if path and not Path(path).exists():
-            yield Lack(f"retriever.{name}", path, name)
+    if settings.kind == "remote":  # the files are its server's
+        return
+    if settings.corpus and not Path(settings.corpus).exists():
+        yield Lack("retriever.corpus", settings.corpus, "corpus")
+    if settings.get("index") and not is_built(settings.index):
+        yield Lack("retriever.index", settings.index, "index")
     encoder = settings.get("encoder")
     if encoder and encoder not in ENCODERS and (text := lacks(encoder)):
         yield Lack("retriever.encoder", text, "encoder")
@@ -122,14 +118,9 @@ def _retriever(config: ConfigDict) -> Iterator[Lack]:
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
-def _page(config: ConfigDict, lacks: list[Lack], unbuilt: list[str]) -> str:
+def _page(config: ConfigDict, lacks: list[Lack]) -> str:
     """Sections apart by blank lines; under the lacks of each kind the commands that end them, ready to be copied."""
-    blocks = []
-    if unbuilt:  # first: it spares the reader the downloads
-        lines = [line for text in unbuilt for line in _entry("-", text, label=2)]
-        blocks.append("\n".join(["Not in this version, on any machine:", *lines]))
-    if lacks:
-        blocks.append("Missing on this machine, each with the way to get it:")
+    blocks = ["Missing on this machine, each with the way to get it:"]
     for get, group in itertools.groupby(lacks, key=lambda lack: lack.get):
         lines = [line for lack in group for line in _entry(lack.leaf, lack.text)]
         blocks.append("\n".join(lines + _indented(config.setup.get(get, ""), 4)))
@@ -138,10 +129,10 @@ def _page(config: ConfigDict, lacks: list[Lack], unbuilt: list[str]) -> str:
     return f"{config.name} can't run here. " + "\n\n".join(blocks)
 
 
-def _entry(name: str, text: str, label: int = LABEL) -> list[str]:
+def _entry(name: str, text: str) -> list[str]:
     """ "  name      text", the text's further lines under its first."""
-    lines = textwrap.wrap(text, WIDTH - 2 - label, break_long_words=False, break_on_hyphens=False)
-    return [f"  {head:{label}}{line}" for head, line in zip([name] + [""] * len(lines), lines, strict=False)]
+    lines = textwrap.wrap(text, WIDTH - 2 - LABEL, break_long_words=False, break_on_hyphens=False)
+    return [f"  {head:{LABEL}}{line}" for head, line in zip([name] + [""] * len(lines), lines, strict=False)]
 
 
 def _indented(text: str, columns: int) -> list[str]:

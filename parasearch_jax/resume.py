@@ -24,8 +24,12 @@ from ml_collections import ConfigDict
 
 from parasearch_jax import hosts
 from parasearch_jax.data.questions import question_files
+from parasearch_jax.digests import sha256_of
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.paths import model_files
+from parasearch_jax.retrieval.folder import MANIFEST
+from parasearch_jax.retrieval.opening import find_index
+from parasearch_jax.stored import episode_files
 from parasearch_jax.writers import METRICS, plain, write_text
 
 # Leaves, and sections, that may differ from the checkpoint's: they don't change what a step computes.
@@ -42,9 +46,12 @@ MAY_DIFFER = frozenset(
         "mesh",  # these two: where the run goes; last bits differ with the number of devices
         "machine",
         "setup",  # how to get what is missing
+        "retriever.url",  # where a server listens; what it searches is one of the inputs
+        "retriever.deadline",
     }
 )
-INPUTS = ("model.path", "data.train", "data.dev", "data.test", "retriever.corpus", "retriever.encoder")
+QUESTIONS = ("data.train", "data.dev", "data.test")
+INPUTS = ("model.path", *QUESTIONS, "data.episodes", "retriever.corpus", "retriever.encoder", "retriever.index")
 # Of a model directory: also generation_config.json (end tokens) and the tokenizer's chat template are read.
 
 # What the end of a run leaves; all of it speaks of the weights of the last step.
@@ -134,21 +141,32 @@ def _show(value: Any) -> str:
 
 
 def fingerprints(config: ConfigDict) -> dict[str, str]:
-    """{leaf: sha256} of the files behind the leaves INPUTS; an empty leaf is left out.
+    """{leaf: sha256} of the files behind the leaves INPUTS; an empty leaf is left out. Of a retrieval server, for which
+    it waits, the fingerprint of what it searches.
 
     That of a single file is what `sha256sum` prints. Reads all of them: some seconds for the weights of a 7B model.
     """
     values = {leaf: config[section].get(name) for leaf in INPUTS for section, name in [leaf.split(".")]}
+    served = {}
+    if config.retriever.kind == "remote":  # the files are its server's
+        from parasearch_jax.retrieval.remote import served_index
+
+        values |= {"retriever.corpus": "", "retriever.encoder": "", "retriever.index": ""}
+        served = {"retriever.url": served_index(config.retriever.url)}
     if not Path(values["retriever.encoder"] or "").is_dir():  # a name, not a model's directory
         del values["retriever.encoder"]
-    return {leaf: _digest(leaf, _files(leaf, value)) for leaf, value in values.items() if value}
+    return served | {leaf: _digest(leaf, _files(leaf, value)) for leaf, value in values.items() if value}
 
 
 def _files(leaf: str, value: str) -> list[Path]:
-    if leaf.startswith("data."):
+    if leaf in QUESTIONS:
         return [path for _, path in question_files(value)]
+    if leaf == "data.episodes":
+        return episode_files(value)
     if leaf == "model.path":
         return model_files(value)
+    if leaf == "retriever.index":  # whose manifest has the sha256 of all the rest
+        return [find_index(value) / MANIFEST]
     path = Path(value)
     return sorted(file for file in path.glob("**/*") if file.is_file()) if path.is_dir() else [path]
 
@@ -157,8 +175,7 @@ def _digest(leaf: str, files: Sequence[Path]) -> str:
     digests = []
     for path in files:
         try:
-            with path.open("rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+            digests.append(sha256_of(path))
         except OSError as error:
             raise UserError(f"{leaf}: {path} can't be read ({error.strerror}); check the path") from error
     if len(digests) == 1:

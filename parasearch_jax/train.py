@@ -22,7 +22,7 @@ from parasearch_jax.models import load_model
 from parasearch_jax.models.weights import save_model
 from parasearch_jax.preflight import preflight
 from parasearch_jax.protocol import get_protocol
-from parasearch_jax.retrieval import open_retriever
+from parasearch_jax.retrieval import Retriever, open_retriever
 from parasearch_jax.rl.learner import AlgorithmConfig, make_learner
 from parasearch_jax.rl.optim import OptimConfig
 from parasearch_jax.rl.update import UpdateConfig
@@ -53,8 +53,12 @@ def train(
     # ---- Questions, reward, protocol, model: everything that can be wrong is read before the work begins.
     with hosts.together():
         resume.check_hosts(resume.describe(config, reward_fn))
+        if config.algorithm.name == "sft":
+            raise UserError(
+                "algorithm.name is 'sft', which learns from stored episodes: call parasearch_jax.sft.finetune"
+            )
         preflight(config)
-        protocol = get_protocol(config.protocol.name, **_overrides(config.protocol))
+        protocol = get_protocol(config.protocol.name, **overrides(config.protocol))
         reward = rewards.make_reward(config.reward.to_dict()) if reward_fn is None else rewards.wrap(reward_fn)
         questions = load_question_sets(config.data.train) if steps else []
         held_out = {"test": load_question_sets(config.data.test)}
@@ -96,7 +100,7 @@ def train(
         )
         model.params = None  # state, reference and engine have their own; these would stay for the whole run
         if (results := work.results()) is not None:
-            return _finished(work, results, console)
+            return finished(work, results, console)
         if start:
             engine.sync(state["actor"]["params"], version=start)
             probe(state["actor"]["params"], start, engine)
@@ -108,16 +112,16 @@ def train(
 
         def evaluate_due(step: int) -> None:
             """The evaluations that belong to the weights of `step`; what an earlier start has finished is read."""
-            for name, key in _due_evaluations(step, config):
+            for name, key in due_evaluations(step, config):
                 evals[name] = work.read_evaluation(name)
                 if evals[name] is None and engine.version == step:  # else those weights are gone
                     with sigterm.interrupts():
-                        evals[name] = _evaluate(engine, held_out[key], protocol, retriever, work, name, console)
+                        evals[name] = run_evaluation(engine, held_out[key], protocol, retriever, work, name, console)
 
         try:
             for step in dict.fromkeys((0, start)):
                 evaluate_due(step)
-            for step in _profiled(range(start + 1, steps + 1), profile, work.path):
+            for step in profiled(range(start + 1, steps + 1), profile, work.path):
                 # ---- Rollout: groups of episodes of one question, with the weights of the last sync. A group that has
                 # ended is scored and made into rows while others decode.
                 drawn = draw(questions, config.seed, step - 1, algorithm.questions)
@@ -150,7 +154,7 @@ def train(
                 asked = [q for q in drawn for _ in range(algorithm.samples)]
                 line = {name: float(value) for name, value in (metrics | gap).items()}
                 line |= reward_metrics(scored, host_batch) | rollout_metrics(episodes, asked, protocol)
-                line |= engine_metrics(engine, timer.seconds) | timer.pop()
+                line |= engine_metrics(engine, timer.seconds) | retriever_metrics(retriever) | timer.pop()
                 signs, alarms = guard.look(line)
                 work.log(step, line | {"alarms": float(len(signs))})
                 console.step(step, line)
@@ -163,7 +167,7 @@ def train(
                 # a run, no step that shows a sign of harm is saved: the last good checkpoint is kept.
                 work.check()
                 guard.check(alarms, work.saved)
-                due = step % config.train.save_every == 0 or _due_evaluations(step, config)
+                due = step % config.train.save_every == 0 or due_evaluations(step, config)
                 if due and not (signs and guard.stops and step < steps):
                     with timer("save"):
                         work.save(step, state, memory)
@@ -172,10 +176,13 @@ def train(
             work.save(engine.version, state, memory)
             console.print(f"SIGTERM: step {engine.version} is saved; the same command goes on from there")
             raise
-        return _finish(config, work, model, state, evals, retriever, reward, console, own=reward_fn is not None)
+        named = config.method, config.reward.get("variant", "paper")
+        if reward_fn is not None:
+            named = reward.entry.name, None
+        return finish(config, work, model, state, evals, retriever, console, *named)
 
 
-def _due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
+def due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
     """(name, questions) of the evaluations of the weights of a step: before and after training, and on data.dev."""
     steps, every = config.train.steps, config.train.eval_every
     due = [(f"dev_step_{step:06d}", "dev")] if step and every and step % every == 0 else []
@@ -184,7 +191,7 @@ def _due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
     return [*due, ("initial", "test")] if step == 0 else due
 
 
-def _finish(config, work, model, state, evals, retriever, reward, console, own: bool) -> dict[str, Any]:
+def finish(config, work, model, state, evals, retriever, console, method, variant) -> dict[str, Any]:
     """What is left of a run: the model, results.json, the report, the table."""
     params = state["actor"]["params"]
     if config.train.steps:
@@ -192,8 +199,8 @@ def _finish(config, work, model, state, evals, retriever, reward, console, own: 
     results = {
         "config": config.name,
         "model": str(config.model.path),
-        "method": reward.entry.name if own else config.method,
-        "variant": None if own else config.reward.get("variant", "paper"),
+        "method": method,
+        "variant": variant,
         "retriever": retriever.info,
         "evals": {name: evals[name] for name in ("initial", "final") if evals.get(name)},
         "seconds": work.seconds(),
@@ -205,7 +212,7 @@ def _finish(config, work, model, state, evals, retriever, reward, console, own: 
     return results
 
 
-def _finished(work: Workdir, results: dict[str, Any], console: Console) -> dict[str, Any]:
+def finished(work: Workdir, results: dict[str, Any], console: Console) -> dict[str, Any]:
     """A run whose last step, evaluation and report are there: nothing is done again."""
     console.print("this run is finished; for a new one give another --workdir, or remove this one")
     _print_results(work, results, console)
@@ -266,9 +273,19 @@ def engine_metrics(engine: Engine, seconds: dict[str, float]) -> dict[str, float
     return stats | {"rollout/occupancy": stats.get("tokens/sampled", 0) / max(stats.pop("slot_steps", 0), 1)}
 
 
-def _evaluate(engine, questions, protocol, retriever, work: Workdir, name: str, console: Console) -> Subsets:
+def retriever_metrics(retriever: Retriever) -> dict[str, float]:
+    """What the retrievers of all hosts counted; of a local one also the share of queries that its cache answered."""
+    counts = hosts.gather([retriever.pop_stats()])
+    stats = {name: sum(host[name] for host in counts) for name in counts[0]}
+    if "retriever/cache_hits" in stats:
+        stats["retriever/cache_hit_rate"] = stats["retriever/cache_hits"] / max(stats["retriever/queries"], 1)
+    return stats
+
+
+def run_evaluation(engine, questions, protocol, retriever, work: Workdir, name: str, console: Console) -> Subsets:
     subsets, episodes = evaluate(engine, questions, protocol, retriever)
     engine.pop_stats()
+    retriever.pop_stats()
     exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, questions, strict=True)]
     work.write_episodes(name, episodes, questions, em=exact)
     work.write_evaluation(name, subsets)
@@ -276,7 +293,7 @@ def _evaluate(engine, questions, protocol, retriever, work: Workdir, name: str, 
     return subsets
 
 
-def _profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Iterator[int]:
+def profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Iterator[int]:
     """The steps; what happens in step `profile` is traced into workdir/profile (TensorBoard, xprof, Perfetto)."""
     for step in steps:
         if step != profile or not hosts.is_first():
@@ -288,7 +305,7 @@ def _profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Itera
             yield step
 
 
-def _overrides(section: ConfigDict) -> dict[str, Any]:
+def overrides(section: ConfigDict) -> dict[str, Any]:
     """The fields of a protocol that a configuration changes; an empty one is left as the protocol has it."""
     return {key: value for key, value in section.items() if key != "name" and value not in (None, "")}
 

@@ -24,7 +24,8 @@ def test_extras_are_those_of_the_files():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["dev"] == list(requirements("requirements-dev.txt").values())
     assert extras["serve"] == list(requirements("requirements-serve.txt").values())
-    assert set(extras["serve"]) < set(extras["dev"])  # so that the tests of serving run
+    assert extras["bm25"] == list(requirements("requirements-bm25.txt").values())
+    assert {*extras["serve"], *extras["bm25"]} < set(extras["dev"])  # so that their tests run
     assert extras["cuda12"] == [requirements("requirements-cuda12.txt")["jax"]]
 
 

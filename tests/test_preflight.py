@@ -78,7 +78,6 @@ def test_an_absent_file_is_named_with_its_command(config, tmp_path, leaf, path, 
     assert leaf in told and str(tmp_path / path) in told and command in told
     others = {"model.path", "data.train", "data.test", "retriever.corpus", "devices", "host memory"} - {leaf}
     assert not [other for other in others if other in told]
-    assert "Not in this version" not in told
 
 
 def test_a_broken_download_names_the_absent_shards(config, tmp_path):
@@ -141,10 +140,13 @@ def test_accelerators(config, monkeypatch, devices, environment, words):
     assert all(word in told for word in ["Missing on this machine", *words]), told
 
 
-def test_what_the_code_cannot_do_is_told_apart(config, tmp_path):
-    config.retriever.index = touch(tmp_path / "flat.index")
+def test_an_index_is_the_folder_that_build_writes(config, tmp_path):
+    config.retriever.index = str(tmp_path / "wiki" / "flat")
+    (tmp_path / "wiki" / "flat").mkdir(parents=True)
     told = page(config)
-    assert "Not in this version" in told and "index files" in told and "Missing" not in told
+    assert "retriever.index" in told and "python -m parasearch_jax.retrieval.build" in told and "--index=flat" in told
+    touch(tmp_path / "wiki" / "flat" / "manifest.json")
+    preflight(config)
 
 
 def test_a_dense_encoder_is_a_model_directory(config, tmp_path):
@@ -184,8 +186,8 @@ def test_the_command_tells_it_without_a_traceback():
         "models/Qwen2.5-7B",
         "data/flashrag/hotpotqa/train.jsonl",
         "data/wiki-18/wiki-18.jsonl",
-        "data/wiki-18/e5_Flat.index",
-        "hf download PeterJinGo/wiki-18-e5-index",
+        "data/wiki-18/e5/flat",
+        "python -m parasearch_jax.retrieval.build --corpus=data/wiki-18/wiki-18.jsonl",
         "python launch.py --config=configs/parallel_tiny.py:ppo",
     ):
         assert word in done.stderr, done.stderr

@@ -25,7 +25,10 @@ CASES = {"grpo": {}, "ppo": PPO}
 
 def content(workdir: Path) -> dict:
     """All that a run leaves but for its times: metrics, episodes, evaluations."""
-    lines = [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in read_metrics(workdir)]
+    lines = [
+        {k: v for k, v in line.items() if not k.startswith(("seconds/", "retriever/"))}
+        for line in read_metrics(workdir)
+    ]
     episodes = {path.name: read_episodes(path) for path in sorted((workdir / "episodes").iterdir())}
     evals = {path.name: json.loads(path.read_text()) for path in sorted((workdir / "evals").iterdir())}
     for evaluation in evals.values():

@@ -5,6 +5,7 @@ Axes: n texts, B batch, T tokens, D model.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -183,10 +184,27 @@ class Encoder:
         self.config, self.params, self.convention, self.max_length = config, params, convention, max_length
         self.batch_tokens = batch_tokens or (4096 if jax.default_backend() == "cpu" else 65536)
         self.cut = 0
+        self._rows: jax.sharding.Sharding | None = None  # of the ids [B,T], with `over`
+        self._devices = 1
         self._buckets = np.array([*(b for b in BUCKETS if b < self.max_length), self.max_length])
         self._tokenizer = tokenizer
         tokenizer.no_padding()  # MiniLM's tokenizer.json pads to 128 and cuts at 128
         tokenizer.enable_truncation(self.max_length)
+
+    def over(self, devices: Sequence[jax.Device]) -> Encoder:
+        """This encoder with the rows of every batch spread over `devices`, each of which gets as many as a lone one
+        would: the vectors are the same to the last bit."""
+        mesh = jax.sharding.Mesh(np.array(devices), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+        spread = copy.copy(self)
+        spread._rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+        spread._devices = len(devices)
+        spread.params = jax.device_put(self.params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        return spread
+
+    @property
+    def window(self) -> int:
+        """Texts that are tokenized and put in order of length at once; the longer, the less padding in all."""
+        return CHUNK * self._devices
 
     @property
     def dim(self) -> int:
@@ -205,8 +223,9 @@ class Encoder:
         """
         texts = self._prefixed(texts, kind)
         vectors, before = np.empty((len(texts), self.dim), np.float32), self.cut
-        for start in range(0, len(texts), CHUNK):
-            self._encode_chunk(texts[start : start + CHUNK], kind, vectors[start : start + CHUNK])
+        for start in range(0, len(texts), self.window):
+            stop = start + self.window
+            self._encode_chunk(texts[start:stop], kind, vectors[start:stop])
         if cut := self.cut - before:
             log.warning("%d of %d texts (kind %s) have more than %d tokens; their ends were cut", cut, len(texts), kind,
                         self.max_length)  # fmt: skip
@@ -231,7 +250,8 @@ class Encoder:
         rows = [encoding.ids for encoding in encodings]
         started = []
         for members, shape in self._batches(np.array([len(row) for row in rows]), kind):
-            ids, lengths = _padded([rows[i] for i in members], shape)
+            batch = _padded([rows[i] for i in members], shape)
+            ids, lengths = batch if self._rows is None else jax.device_put(batch, self._rows)
             started.append((members, _embed(self.params, self.config, self.convention.pooling, ids, lengths)))
         for members, vectors in started:
             out[members] = np.asarray(vectors)[: len(members)]
@@ -243,7 +263,7 @@ class Encoder:
         chosen = np.searchsorted(self._buckets, lengths)
         for bucket in np.unique(chosen):
             members, T = np.flatnonzero(chosen == bucket), int(self._buckets[bucket])
-            B = max(1, tokens // T)
+            B = max(1, tokens // T) * self._devices
             yield from ((members[i : i + B], (B, T)) for i in range(0, len(members), B))
 
 

@@ -89,6 +89,11 @@ class Run:
 
 def read_run(config: ConfigDict) -> Run:
     """Raises UserError for a model whose shape nothing tells, and for settings that do not go together."""
+    if config.algorithm.name == "sft":
+        raise UserError(
+            "--plan knows no sft. Its update takes the memory of GRPO's on the same model, mesh, train.buckets and "
+            "learner.micro_rows: plan that, with --config.algorithm.name=grpo --config.algorithm.samples=2"
+        )
     model, source = model_shape(config.model.path, config.model.dtype)
     algorithm = AlgorithmConfig(**config.algorithm)
     run = Run(
@@ -162,6 +167,8 @@ def _by_name(path: str, dtype: str, absent: UserError) -> tuple[DecoderConfig, s
 
 def read_corpus(settings: ConfigDict) -> Corpus:
     """From files where they are here, else by name; a corpus that nothing tells of is told to be left out."""
+    if settings.get("kind") == "remote":
+        return Corpus(None, None, None, False, f"searched by the server at {settings.url}: left out")
     path, on_gpu = Path(settings.get("corpus") or ""), settings.get("device", "cpu") in ("gpu", "cuda")
     if path.is_file():
         passages, text, source = _lines(path), path.stat().st_size, str(path)

@@ -10,47 +10,92 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.retrieval.batching import Batching
 from parasearch_jax.retrieval.corpus import Document, fingerprint, load_corpus
-from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, Retriever, _checked_k
+from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, Retriever, checked_k
 
 __all__ = ["Document", "LocalRetriever", "Retriever", "open_retriever"]
 
 
-def open_retriever(config_or_directory: Mapping | str | os.PathLike) -> Retriever:
+def open_retriever(config_or_directory: Mapping | str | os.PathLike, batching: Batching | None = None) -> Retriever:
     """The retriever that a mapping describes (a dict or an ml_collections ConfigDict).
 
     {"kind": "local", "corpus": "corpus.jsonl", "encoder": "hashed", "topk": 1} encodes the corpus and holds a flat
     index in memory; further keys are the encoder's settings (`hashed.HashedConfig`). "encoder" may also be the path of
-    a model directory; its settings are the arguments of `models.load_encoder`. `topk` is recorded in `.info`, callers
-    still pass k. UserError for an unknown kind, encoder or setting, a bad corpus, or a directory: directories of built
-    indexes come with `python -m parasearch_jax.retrieval.build`.
+    a model directory; its settings are the arguments of `models.load_encoder`. `batching` says how searches share
+    calls, and how many answers are kept.
+    {"kind": "remote", "url": "http://host:8000", "deadline": 30.0, "topk": 3} asks a server (`retrieval.server`, or one
+    with Search-R1's requests), for which it waits; settings of the local kind may stand beside and are not read, so
+    that a configuration changes from one to the other by its kind and url.
+    A directory, or {"kind": "local", "index": directory, ...}, opens what `python -m parasearch_jax.retrieval.build`
+    has made (`opening.open_folder`).
+    `topk` is recorded in `.info`, callers still pass k. UserError for an unknown kind, encoder or setting, a bad
+    corpus or index, or a server that does not come.
     """
     if isinstance(config_or_directory, str | os.PathLike):
-        raise UserError(
-            f"retriever {os.fspath(config_or_directory)!r}: this version opens no index directory; "
-            'give {"kind": "local", "corpus": path, "encoder": "hashed"}'
-        )
+        config_or_directory = {"kind": "local", "index": os.fspath(config_or_directory)}
     settings = dict(config_or_directory.items())  # a ConfigDict is no Mapping, but has items
-    return _choose("kind", settings, KINDS)(settings)
+    return _choose("kind", settings, KINDS)(settings, batching)
 
 
-def _open_local(settings: dict) -> Retriever:
+def _open_local(settings: dict, batching: Batching | None) -> Retriever:
     from parasearch_jax.retrieval.index import FlatIndex  # imports FAISS, which remote retrievers do without
 
+    if url := settings.pop("url", ""):
+        raise UserError(f'retriever.url is {url!r}, but its kind is "local"; set retriever.kind to "remote"')
+    settings.pop("deadline", None)  # of the remote kind
+    if settings.get("index"):
+        from parasearch_jax.retrieval.opening import open_folder
+
+        return open_folder(settings, batching)
+    settings.pop("index", None)  # '': none
     make_encoder = _choose_encoder(settings)
     path, topk = settings.pop("corpus", None), settings.pop("topk", None)
     if path is None:
         raise UserError('retriever of kind "local" needs a corpus: set retriever.corpus to the path of a jsonl file')
     info = {"corpus_sha256": fingerprint(path)}
     if topk is not None:
-        info["topk"] = _checked_k(topk)
+        info["topk"] = checked_k(topk)
     documents = load_corpus(path)
     passages = [document.contents for document in documents]
     encoder, encoder_info = make_encoder(passages, settings)
     vectors = encoder.encode(passages, kind="passage")
     index = FlatIndex(vectors.shape[1])
     index.add(vectors)
-    return LocalRetriever(documents, encoder, index, info | encoder_info)
+    return LocalRetriever(documents, encoder, index, info | encoder_info, batching)
+
+
+def _open_remote(settings: dict, batching: Batching | None) -> Retriever:
+    from parasearch_jax.retrieval.remote import RemoteRetriever  # imports httpx, which local ones do without
+
+    if batching is not None:
+        raise UserError('retriever of kind "remote": searches are put together by its server, start that one with it')
+    own = {name: settings.pop(name) for name in ("url", "deadline") if name in settings}
+    topk = settings.pop("topk", None)
+    topk = {} if topk is None else {"topk": checked_k(topk)}
+    _check_remote(settings)
+    if not own.get("url"):
+        raise UserError('retriever of kind "remote" needs a server: set retriever.url, as http://127.0.0.1:8000')
+    retriever = RemoteRetriever(**own)
+    try:
+        retriever.wait_until_ready()
+    except BaseException:
+        retriever.close_sync()
+        raise
+    retriever.info = {**retriever.info, **topk}
+    return retriever
+
+
+def _check_remote(settings: dict) -> None:
+    """What is left must be settings of the local kind."""
+    from parasearch_jax.retrieval.hashed import HashedConfig
+
+    fields = [field.name for field in dataclasses.fields(HashedConfig)]
+    if set(settings) <= {"corpus", "encoder", "index", "device", *fields}:
+        return
+    from parasearch_jax.models import load_encoder  # imports JAX
+
+    _check_settings(settings, ["url", "deadline", "index", "device", *fields, *_arguments(load_encoder)])
 
 
 def _hashed(passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
@@ -64,9 +109,13 @@ def _hashed(passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
 def _dense(path: str | os.PathLike, passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
     from parasearch_jax.models import load_encoder  # imports JAX, which other retrievers do without
 
-    _check_settings(settings, list(inspect.signature(load_encoder).parameters)[1:])  # without its path
+    _check_settings(settings, _arguments(load_encoder))
     encoder = load_encoder(path, **settings)
     return encoder, {"encoder": os.fspath(path), **encoder.info}
+
+
+def _arguments(load_encoder: Callable) -> list[str]:
+    return list(inspect.signature(load_encoder).parameters)[1:]  # without its path
 
 
 def _check_settings(settings: dict, known: list[str]) -> None:
@@ -98,4 +147,4 @@ def _choose(key: str, settings: dict, known: Mapping[str, Callable]) -> Callable
 
 
 ENCODERS = {"hashed": _hashed}  # name -> (passages, settings left) -> (encoder, what it adds to info)
-KINDS = {"local": _open_local}  # name -> (settings left) -> retriever
+KINDS = {"local": _open_local, "remote": _open_remote}  # name -> (settings left, batching) -> retriever

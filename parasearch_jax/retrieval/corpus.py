@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from collections.abc import Iterator
 
+from parasearch_jax.digests import sha256_of
 from parasearch_jax.errors import UserError
 
 
@@ -70,8 +70,7 @@ def read_corpus(path: str | pathlib.Path) -> Iterator[Document]:
 
 def fingerprint(path: str | pathlib.Path) -> str:
     """sha256 of the file's bytes, 64 hex digits: what results.json records as `corpus_sha256`."""
-    with _existing(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(_existing(path))
 
 
 def _existing(path: str | pathlib.Path) -> pathlib.Path:

@@ -1,9 +1,17 @@
-"""Exact inner-product search over passage vectors. Axes: n vectors or queries, D width."""
+"""Inner-product search over passage vectors, exact and approximate. Axes: n vectors or queries, D width."""
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import faiss
 import numpy as np
+
+from parasearch_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from parasearch_jax.retrieval.embeddings import Vectors
 
 Hit = tuple[int, float]  # position of the vector in the order added, score
 
@@ -12,15 +20,30 @@ Hit = tuple[int, float]  # position of the vector in the order added, score
 faiss.cvar.distance_compute_blas_threshold = 2**31 - 1
 
 
-class FlatIndex:
-    """All vectors, compared one by one (`faiss.IndexFlatIP`): cosine for normalised vectors.
+# Below so many numbers in an index a search takes one thread: FAISS and XLA would each start one per core and wait for
+# one another. Above (1 GiB, some 20 ms a query on one core) the queries of a call are spread over the cores.
+THREADS_FROM = 2**28
+
+
+def use_threads(work: int, least: int) -> None:
+    """All cores for work of at least `least`, else one. The setting is of the calling thread only (OpenMP), so it is
+    made where the work is done."""
+    faiss.omp_set_num_threads(1 if work < least else os.cpu_count() or 1)
+
+
+class FaissIndex:
+    """Any FAISS index by inner product: cosine for normalised vectors.
 
     Hits come by falling score, equal scores in the order added, whatever k is and whoever searches at the same time.
-    Not to be called from several threads at once while `add` runs; `LocalRetriever` gives it one thread.
+    Not to be called from several threads at once (FAISS's GPU indexes break, `add` is never safe); `LocalRetriever`
+    gives it one thread.
     """
 
-    def __init__(self, dim: int):
-        self._index = faiss.IndexFlatIP(dim)
+    most = 2**31  # hits of a query
+    remedy = ""  # where that is less than all
+
+    def __init__(self, index: faiss.Index):
+        self._index = index
 
     def __len__(self) -> int:
         return self._index.ntotal
@@ -34,15 +57,21 @@ class FlatIndex:
         self._index.add(self._checked(vectors))
 
     def search(self, queries: np.ndarray, k: int) -> list[list[Hit]]:
-        """The min(k, len(self)) best hits of each of the queries [n, D]; never a filler, never a wrong one."""
+        """The min(k, len(self)) best hits of each of the queries [n, D], fewer where an approximate index finds no
+        more; never a filler, never a wrong one."""
         queries = self._checked(queries)
         wanted = min(k, len(self))
         if wanted < 1:
             return [[] for _ in queries]
-        # One thread: FAISS and XLA would each start one per core and wait for one another. The setting is of the
-        # calling thread only (OpenMP), so it is made where the search runs.
-        faiss.omp_set_num_threads(1)
-        scores, positions = self._index.search(queries, min(wanted + 1, len(self)))
+        if wanted > self.most:
+            raise UserError(
+                f"{wanted} documents a query are asked, this index gives {self.most} at most; {self.remedy}"
+            )
+        use_threads(len(self) * self.dim, THREADS_FROM)
+        return self._hits(queries, wanted)
+
+    def _hits(self, queries: np.ndarray, wanted: int) -> list[list[Hit]]:
+        scores, positions = self._index.search(queries, min(wanted + 1, len(self), self.most))
         hits = []
         for row in range(len(queries)):
             found = scores[row], positions[row]
@@ -58,9 +87,9 @@ class FlatIndex:
         """
         take = wanted + 1
         while True:
-            take = min(2 * take, len(self))
+            take = min(2 * take, len(self), self.most)
             scores, positions = self._index.search(query, take)
-            if take == len(self) or scores[0, -1] < scores[0, wanted - 1]:
+            if take in (len(self), self.most) or scores[0, -1] < scores[0, wanted - 1]:
                 return scores[0], positions[0]
 
     def _checked(self, vectors: np.ndarray) -> np.ndarray:
@@ -77,6 +106,69 @@ class FlatIndex:
             bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
             raise ValueError(f"vectors {bad[:5].tolist()} hold NaN or infinity ({len(bad)} in all); check the encoder")
         return vectors
+
+
+class FlatIndex(FaissIndex):
+    """All vectors, compared one by one (`faiss.IndexFlatIP`)."""
+
+    def __init__(self, dim: int):
+        super().__init__(faiss.IndexFlatIP(dim))
+
+    @classmethod
+    def of(cls, vectors: Vectors) -> FlatIndex:
+        """Filled in place: adding chunk by chunk would let FAISS double its memory again and again."""
+        index = cls(vectors.dim)
+        faiss_index = index._index
+        faiss_index.codes.resize(len(vectors) * faiss_index.code_size)
+        rows = faiss.rev_swig_ptr(faiss_index.get_xb(), len(vectors) * vectors.dim).reshape(len(vectors), vectors.dim)
+        for start, chunk in vectors.chunks():
+            rows[start : start + len(chunk)] = index._checked(chunk)
+        faiss_index.ntotal = len(vectors)
+        return index
+
+
+class HnswIndex(FaissIndex):
+    """A graph in which a search keeps its `ef` best. All of them are taken whatever k is, so that k changes nothing but
+    how many come back."""
+
+    remedy = "build it with a larger --ef"
+
+    @property
+    def most(self) -> int:
+        return self._index.hnsw.efSearch
+
+    def _hits(self, queries: np.ndarray, wanted: int) -> list[list[Hit]]:
+        scores, positions = self._index.search(queries, min(self.most, len(self)))
+        return [_ordered(scores[row], positions[row])[:wanted] for row in range(len(queries))]
+
+
+class GpuIndex(FaissIndex):
+    """On the GPUs, each with a share of the vectors. Scores may differ from a CPU's in their last bits, and with the
+    company that a query has."""
+
+    most = 2048  # FAISS's own limit
+    remedy = "search it with retriever.device=cpu"
+
+    def __init__(self, index: FaissIndex):
+        """UserError without GPUs or FAISS for them, and for an index that FAISS has no GPU form of."""
+        if isinstance(index, HnswIndex):
+            raise UserError("retriever.device is 'gpu', but FAISS searches hnsw on CPUs only; set it to 'cpu'")
+        if not hasattr(faiss, "GpuMultipleClonerOptions"):
+            raise UserError(
+                "retriever.device is 'gpu', but the FAISS installed here is for CPUs; in an environment of its own: "
+                "pip install -r requirements-cuda12.txt"
+            )
+        if not faiss.get_num_gpus():
+            raise UserError("retriever.device is 'gpu', but FAISS sees no GPU here; set it to 'cpu'")
+        options = faiss.GpuMultipleClonerOptions()
+        options.shard = True
+        try:
+            super().__init__(faiss.index_cpu_to_all_gpus(index._index, options))
+        except RuntimeError as error:  # no memory, or a code length of ivfpq that the GPU kernels lack
+            raise UserError(
+                f"FAISS can't move this index to {faiss.get_num_gpus()} GPUs ({error!s:.300}); set retriever.device to "
+                "'cpu', leave it more memory (XLA_CLIENT_MEM_FRACTION of JAX), or build one with --index=ivfpq"
+            ) from error
 
 
 def _ordered(scores: np.ndarray, positions: np.ndarray) -> list[Hit]:

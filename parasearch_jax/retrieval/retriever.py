@@ -5,18 +5,16 @@ from __future__ import annotations
 import abc
 import asyncio
 import concurrent.futures
-import dataclasses
-import queue
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.retrieval.batching import Batcher, Batching
 from parasearch_jax.retrieval.corpus import Document
 
-MAX_BATCH = 1024  # queries in one encoder call: bounds the memory of a burst
+INDEX_HEADER = "x-retrieval-index"  # of a server's answers: the fingerprint of what it searches
 
 
 class Encoder(Protocol):
@@ -47,9 +45,17 @@ class Retriever(abc.ABC):
     async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:
         """One list per query, in order, each with at most k documents, best first. `[]` gives `[]`."""
 
+    async def search_scored(self, queries: Sequence[str], k: int) -> list[list[tuple[Document, float]]]:
+        """`search` with the scores, which fall; what a server serves."""
+        raise NotImplementedError(f"{type(self).__name__} gives no scores")
+
     def search_sync(self, queries: Sequence[str], k: int) -> list[list[Document]]:
         """`search` for callers without a loop, and for those inside one (Jupyter)."""
         return _run_apart(self.search(queries, k))
+
+    def pop_stats(self) -> dict[str, float]:
+        """What was counted since the last call, "retriever/queries" and so on: sums, which add up over hosts."""
+        return {}
 
     async def close(self) -> None:
         """Free threads and connections; calling it again does nothing. Searches under way are answered first."""
@@ -66,99 +72,58 @@ def _run_apart(coroutine: Coroutine):
         return pool.submit(asyncio.run, coroutine).result()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    queries: list[str]
-    k: int
-    future: concurrent.futures.Future  # of list[list[Document]]
-
-
 class LocalRetriever(Retriever):
-    """An encoder and an index in this process, both owned by one worker thread.
+    """An encoder and an index in this process, both owned by one worker thread (`batching.Batcher`).
 
-    No event loop ever waits for FAISS, and no two threads are in the index. Requests that arrive while the worker is
-    busy are answered together, by one encoder call and one search; what a request gets doesn't depend on its company.
+    No event loop ever waits for FAISS, and no two threads are in the index.
     """
 
-    def __init__(self, documents: Sequence[Document], encoder: Encoder, index: Index, info: Mapping | None = None):
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        encoder: Encoder,
+        index: Index,
+        info: Mapping | None = None,
+        batching: Batching | None = None,
+    ):
         """`documents[i]` is what position i of `index` stands for."""
         if len(documents) != len(index):
             raise ValueError(f"{len(documents)} documents but {len(index)} vectors in the index; build it from these")
         self.info = {"kind": "local", **(info or {})}
         self._documents, self._encoder, self._index = documents, encoder, index
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._closed = False
-        self._lock = threading.Lock()  # nothing enters the queue after the None that ends the worker
-        # A daemon, so that a program that forgets to close still ends.
-        self._thread = threading.Thread(target=self._work, name="LocalRetriever", daemon=True)
-        self._thread.start()
+        self._batcher = Batcher(self._search, batching or Batching(), name="LocalRetriever")
+
+    def __len__(self) -> int:
+        return len(self._documents)
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:
+        return _unscored(await asyncio.wrap_future(self._submit(queries, k)))
+
+    async def search_scored(self, queries: Sequence[str], k: int) -> list[list[tuple[Document, float]]]:
         return await asyncio.wrap_future(self._submit(queries, k))
 
     def search_sync(self, queries: Sequence[str], k: int) -> list[list[Document]]:
-        return self._submit(queries, k).result()  # the worker needs no event loop, so neither does this
+        return _unscored(self._submit(queries, k).result())  # the worker needs no event loop, so neither does this
 
     async def close(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._requests.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._batcher.close)
+
+    def pop_stats(self) -> dict[str, float]:
+        return {f"retriever/{name}": value for name, value in self._batcher.pop_stats().items()}
 
     def _submit(self, queries: Sequence[str], k: int) -> concurrent.futures.Future:
-        request = _Request(_checked_queries(queries), _checked_k(k), concurrent.futures.Future())
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("search on a closed retriever; open another one with open_retriever")
-            self._requests.put(request)
-        return request.future
+        return self._batcher.submit(checked_queries(queries), checked_k(k))
 
-    def _work(self) -> None:
-        """The worker: wait for a request, take what else has come, answer, until None."""
-        last = False
-        while not last:
-            batch, last = self._next_batch()
-            batch = [r for r in batch if r.future.set_running_or_notify_cancel()]  # callers may have gone
-            if batch:
-                self._answer(batch)
-
-    def _next_batch(self) -> tuple[list[_Request], bool]:
-        """At least one request unless closed; True when the worker shall end after them."""
-        batch, request = [], self._requests.get()
-        while request is not None:
-            batch.append(request)
-            if sum(len(r.queries) for r in batch) >= MAX_BATCH:
-                return batch, False
-            try:
-                request = self._requests.get_nowait()
-            except queue.Empty:
-                return batch, False
-        return batch, True
-
-    def _answer(self, batch: list[_Request]) -> None:
-        try:
-            found = iter(self._search([q for r in batch for q in r.queries], max(r.k for r in batch)))
-        except BaseException as error:  # whatever it is, it belongs to the caller, who would wait for ever otherwise
-            if len(batch) == 1:
-                batch[0].future.set_exception(error)
-            else:  # one by one, so that a request fails for its own queries only
-                for request in batch:
-                    self._answer([request])
-            return
-        for request in batch:
-            request.future.set_result([next(found)[: request.k] for _ in request.queries])
-
-    def _search(self, queries: list[str], k: int) -> list[list[Document]]:
-        if not queries:
-            return []
+    def _search(self, queries: list[str], k: int) -> list[list[tuple[Document, float]]]:
         hits = self._index.search(self._encoder.encode(queries, kind="query"), k)
-        if len(hits) != len(queries):
-            raise RuntimeError(f"{type(self._index).__name__} gave {len(hits)} lists for {len(queries)} queries")
-        return [[self._documents[position] for position, _ in row] for row in hits]
+        return [[(self._documents[position], score) for position, score in row] for row in hits]
 
 
-def _checked_queries(queries: Sequence[str]) -> list[str]:
+def _unscored(rows: list[list[tuple[Document, float]]]) -> list[list[Document]]:
+    return [[document for document, _ in row] for row in rows]
+
+
+def checked_queries(queries: Sequence[str]) -> list[str]:
     if isinstance(queries, str):  # its characters would be searched one by one
         raise TypeError(f"search takes a list of queries, this is the string {queries[:40]!r}; wrap it in a list")
     queries = list(queries)
@@ -168,7 +133,7 @@ def _checked_queries(queries: Sequence[str]) -> list[str]:
     return queries
 
 
-def _checked_k(k: int) -> int:
+def checked_k(k: int) -> int:
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise UserError(f"documents per query (topk) must be a whole number above 0, it is {k!r}")
     return int(k)

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,10 +34,12 @@ from parasearch_jax.rollout.openai_format import ApiError, ChatRequest
 from parasearch_jax.rollout.types import Episode
 
 try:
-    import uvicorn
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import StreamingResponse
     from starlette.exceptions import HTTPException
+
+    from parasearch_jax import endpoint
+    from parasearch_jax.endpoint import address, bound, json_response, read_json, unless_gone
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -167,73 +169,42 @@ def create_app(agent: Agent, queue: int = 64) -> FastAPI:
     async def health() -> Response:
         state = {"slots": service.slots, "open": len(service.open), "queue": service.queue}
         if service.failed is not None:
-            return _json({"status": "failed", "error": repr(service.failed)} | state, 503)
-        return _json({"status": "ok"} | state)
+            return json_response({"status": "failed", "error": repr(service.failed)} | state, 503)
+        return json_response({"status": "ok"} | state)
 
     @app.get("/v1/models")
     async def models() -> Response:
         model = {"id": name, "object": "model", "created": created, "owned_by": "parasearch-jax"}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        asked = openai.parse_request(await _body(request), name, service.slots)
+        asked = openai.parse_request(await read_json(request, MAX_BODY), name, service.slots)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
         episodes = service.submit(asked, asked.stream)
         if asked.stream:
             return _Streamed(_chunks(head, agent, asked, episodes), episodes)
-        ended = await _unless_gone(request, episodes)
-        return _json(openai.completion(head, agent.settings.protocol, ended) if ended else {}, 200 if ended else 499)
+        try:
+            ended = await unless_gone(request, episodes.finished())
+        finally:
+            episodes.cancel()
+        told = openai.completion(head, agent.settings.protocol, ended) if ended else {}
+        return json_response(told, 200 if ended else 499)
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return _json(error.body(), error.status, {"Retry-After": "1"} if error.status == 503 else None)
+        return json_response(error.body(), error.status, {"Retry-After": "1"} if error.status == 503 else None)
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> Response:
         told = f"{request.method} {request.url.path}: {error.detail}"
-        return _json(ApiError(error.status_code, told).body(), error.status_code, error.headers)
+        return json_response(ApiError(error.status_code, told).body(), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:  # its traceback goes to the log
-        return _json(ApiError(500, f"the server has a fault: {error!r:.200}").body(), 500)
+        return json_response(ApiError(500, f"the server has a fault: {error!r:.200}").body(), 500)
 
     return app
-
-
-def _json(content: Any, status: int = 200, headers: Any = None) -> Response:
-    return Response(json.dumps(content), status, headers, media_type="application/json")
-
-
-async def _body(request: Request) -> Any:
-    """The request's JSON."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the body has more than {MAX_BODY} bytes")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-
-
-async def _unless_gone(request: Request, episodes: Episodes) -> list[Episode] | None:
-    """The episodes when they have ended; None, and they are cancelled, if the client hangs up before."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(episodes.finished()), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        episodes.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Streamed(StreamingResponse):
@@ -281,35 +252,17 @@ async def _chunks(head: dict, agent: Agent, asked: ChatRequest, episodes: Episod
 # --------------------------------------------------------------------------------------------------------------- server
 
 
-class Server(uvicorn.Server):
-    """Ends on SIGINT and SIGTERM: open episodes are cancelled, their clients told. A second one doesn't wait."""
+class Server(endpoint.Server):
+    """At its end open episodes are cancelled, their clients told; it ends by itself when the engine has failed."""
 
     def __init__(self, app: FastAPI, **settings):
-        super().__init__(uvicorn.Config(app, lifespan="off", **settings))
+        super().__init__(app, **settings)
         self._service = app.state.service
         self._service.on_failure = lambda: setattr(self, "should_exit", True)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        # Not uvicorn's own, which raises the signal again at the end: that would keep the engine from closing.
-        self.force_exit, self.should_exit = self.should_exit, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.cancel_all()  # else it would wait for their ends
         await super().shutdown(sockets)
-
-
-@contextlib.contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket at that address, taken before a model is loaded in vain. Port 0 is any free one."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    with contextlib.closing(listener):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen()
-        except (OSError, OverflowError) as error:
-            raise UserError(f"can't listen at --host={host} --port={port}: {error}; give another") from None
-        yield listener
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -321,8 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     settings = read_settings(args)
     with bound(args.host, args.port) as listener, opened(settings) as agent:
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        url = f"http://{host}:{listener.getsockname()[1]}"
+        url = address(args.host, listener)
         print(f"{settings.name} at {url}/v1, protocol {settings.protocol.name}, {agent.settings.rollout}", flush=True)
         Server(create_app(agent, args.queue)).run(sockets=[listener])
 

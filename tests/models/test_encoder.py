@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from parasearch_jax.models.bert import BertConfig, forward, init, load_params, p
 from parasearch_jax.models.encoder import FAMILIES, find_convention, pool
 from parasearch_jax.models.weights import read_json
 from parasearch_jax.retrieval import open_retriever
+from parasearch_jax.retrieval.build import main as build
 
 WORDS = "query passage : red Red fox blue owl green cat sat on the a ? ##s"
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
@@ -222,6 +224,18 @@ def test_a_vector_does_not_depend_on_its_company(e5, kind, monkeypatch):
     np.testing.assert_array_equal(encoder.encode(many, kind=kind), whole)
     for i, text in enumerate(TEXTS):
         np.testing.assert_array_equal(encoder.encode([text], kind=kind)[0], whole[i])
+
+
+def test_over_several_devices_the_vectors_are_the_same(e5):
+    """Bitwise; and every device has a share of the work."""
+    encoder = load_encoder(e5, batch_tokens=512)
+    spread = encoder.over(jax.devices()[:4])
+    np.testing.assert_array_equal(spread.encode(TEXTS * 9, kind="passage"), encoder.encode(TEXTS * 9, kind="passage"))
+    assert spread.window == 4 * encoder.window
+    (_, (rows, length)), *_ = spread._batches(np.array([5] * 200), "passage")
+    assert rows == 4 * (512 // length)
+    ids = jax.device_put(np.zeros((rows, length), np.int32), spread._rows)
+    assert {shard.data.shape for shard in ids.addressable_shards} == {(rows // 4, length)}
 
 
 def test_few_shapes(e5, monkeypatch):
@@ -497,6 +511,29 @@ def test_retriever_over_the_encoder(e5, corpus):
     info |= {"max_length": 32, "dtype": "float32", "dim": D, "topk": 2}
     assert {name: retriever.info[name] for name in info} == info
     json.dumps(dict(retriever.info))
+
+
+def test_an_index_keeps_its_encoder(e5, corpus, tmp_path):
+    """Built from a directory of E5's name, which tells the prefixes; opened without that directory."""
+    out, settings = tmp_path / "out", {"kind": "local", "index": str(tmp_path / "out" / "flat")}
+    build([f"--corpus={corpus}", f"--encoder={e5}", "--index=flat", f"--out={out}", "--setting=max_length=32"])
+    manifest = json.loads((out / "flat" / "manifest.json").read_text())["encoder"]
+    assert manifest["name"] == "e5-base-v2" and manifest["settings"] == {
+        "pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: ", "max_length": 32,
+        "dtype": "float32"}  # fmt: skip
+    queries = ["red fox sat", "the owl", "green ?", ""]
+    direct = open_retriever({"kind": "local", "corpus": corpus, "encoder": str(e5), "max_length": 32})
+    for given in ({"encoder": str(e5), "max_length": 32}, {}):  # the second without the directory
+        opened = open_retriever(settings | given)
+        assert opened.search_sync(queries, 4) == direct.search_sync(queries, 4)
+        opened.close_sync()
+        shutil.rmtree(e5, ignore_errors=True)
+    direct.close_sync()
+    other = write_model(tmp_path / "e5-other", hf_tensors(seed=5))
+    with pytest.raises(UserError, match=r"e5-other', but the index was built with e5-base-v2 \(sha256 "):
+        open_retriever(settings | {"encoder": str(other)})
+    with pytest.raises(UserError, match=r"query_prefix is 'query:', but the index was built with 'query: '"):
+        open_retriever(settings | {"query_prefix": "query:"})
 
 
 @pytest.mark.parametrize(

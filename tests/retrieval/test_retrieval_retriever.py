@@ -1,5 +1,6 @@
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import threading
 import time
@@ -9,6 +10,7 @@ import pytest
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval import Document, LocalRetriever, Retriever, open_retriever
+from parasearch_jax.retrieval.batching import Batching
 from parasearch_jax.retrieval.corpus import fingerprint
 from parasearch_jax.retrieval.hashed import HashedConfig, HashedEncoder
 from parasearch_jax.retrieval.index import FlatIndex
@@ -58,8 +60,8 @@ class Probe:
         """Query of length m -> documents m, m+1, ... (modulo), so that a mixed-up answer shows."""
         return [[((int(m) + i) % len(self), 0.0) for i in range(min(k, len(self)))] for (m,) in vectors]
 
-    def retriever(self):
-        return LocalRetriever(self.documents, self, self)
+    def retriever(self, **batching):
+        return LocalRetriever(self.documents, self, self, batching=Batching(**batching))
 
 
 @pytest.fixture
@@ -139,25 +141,25 @@ def test_requests_behind_a_busy_worker_become_one_batch(probe, probed):
         rest = [asyncio.ensure_future(probed.search(["b" * n, "c"], 1 + n % 3)) for n in range(6)]
         empty = asyncio.ensure_future(probed.search([], 2))
         await asyncio.sleep(0.05)  # the loop is free while the worker waits
-        assert not any(t.done() for t in [first, empty, *rest])
+        assert not any(t.done() for t in [first, *rest])
         probe.gate.set()
         return ids(await first), await empty, [ids(await r) for r in rest]
 
     first, empty, rest = asyncio.run(run())
     assert first == [[1]] and empty == []
     assert rest == [[[(n + i) % 5 for i in range(1 + n % 3)], [1 + i for i in range(1 + n % 3)]] for n in range(6)]
-    assert [len(b) for b in probe.batches] == [1, 12]
+    assert [len(b) for b in probe.batches] == [1, 7]  # "c", which all six ask for, goes in once
     assert probe.threads and threading.get_ident() not in probe.threads and len(probe.threads) == 1
 
 
-def test_long_queues_are_cut_into_batches(probe, probed, monkeypatch):
-    monkeypatch.setattr("parasearch_jax.retrieval.retriever.MAX_BATCH", 4)
+def test_long_queues_are_cut_into_batches(probe):
+    probed = probe.retriever(most=4)
     probe.gate.clear()
-    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+    with contextlib.closing(probed._batcher), concurrent.futures.ThreadPoolExecutor(9) as pool:
         first = pool.submit(probed.search_sync, ["a"], 1)
         assert probe.entered.wait(10)
         rest = [pool.submit(probed.search_sync, ["b" * n], 1) for n in range(8)]
-        while probed._requests.qsize() < 8:
+        while probed._batcher._requests.qsize() < 8:
             time.sleep(0.001)
         probe.gate.set()
         assert ids(first.result()) == [[1]] and [ids(r.result()) for r in rest] == [[[n % 5]] for n in range(8)]
@@ -208,7 +210,7 @@ def test_error_reaches_its_caller_only_and_the_worker_lives(probe, probed):
 
 def test_index_that_loses_a_query_is_an_error(probe, probed, monkeypatch):
     monkeypatch.setattr(Probe, "search", lambda self, vectors, k: [])
-    with pytest.raises(RuntimeError, match="Probe gave 0 lists for 2 queries"):
+    with pytest.raises(RuntimeError, match="gave 0 lists for 2 queries"):
         probed.search_sync(["a", "b"], 1)
 
 
@@ -247,12 +249,12 @@ def test_close_answers_what_is_under_way_and_ends_the_thread(probe):
         first = pool.submit(opened.search_sync, ["a"], 1)
         assert probe.entered.wait(10)
         second = pool.submit(opened.search_sync, ["bb"], 1)
-        while opened._requests.qsize() < 1:
+        while opened._batcher._requests.qsize() < 1:
             time.sleep(0.001)
         threading.Timer(0.05, probe.gate.set).start()
         asyncio.run(opened.close())
         assert ids(first.result()) == [[1]] and ids(second.result()) == [[2]]
-    assert not opened._thread.is_alive()
+    assert not opened._batcher._thread.is_alive()
     asyncio.run(opened.close())
     with pytest.raises(RuntimeError, match="closed retriever"):
         opened.search_sync(["a"], 1)
@@ -301,7 +303,7 @@ def test_open_takes_a_config_dict(corpus):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "remot"}, "kind is 'remot'; known: local"),
+        ({"kind": "remot"}, "kind is 'remot'; known: local, remote"),
         ({"kind": None}, "kind is None; known: local"),
         ({"encoder": "e6"}, "encoder is 'e6'; known: hashed"),
         ({"dimm": 3}, "'dimm'; known: kind, corpus, encoder, topk, dim,"),
@@ -317,5 +319,5 @@ def test_wrong_configuration_is_named(corpus, change, words):
 
 
 def test_directory_form_says_what_to_do_now(tmp_path):
-    with pytest.raises(UserError, match="opens no index directory; give"):
+    with pytest.raises(UserError, match="must be the folder of an index: there is none; build it"):
         open_retriever(tmp_path)
