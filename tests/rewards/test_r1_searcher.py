@@ -171,6 +171,8 @@ def test_signed_match(answer, em, cover):
     played = episode(ASK, SAW, ("policy", "hm" if answer is None else f"{THINK}<answer>{answer}</answer>"))
     assert score("r1_searcher_em", played, PARIS) == {"em": em}
     assert score("r1_searcher_cover_em", played, PARIS) == {"cover_em": cover}
+    other_order = Question("q", "?", "paris in")
+    assert score("r1_searcher_cover_em", played, other_order) == {"cover_em": 1 if answer == "in Paris" else -1}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,7 @@ def test_signed_match(answer, em, cover):
     [
         ("U.S.", "u s", 1, 1, 1, 1),
         ("The 1,000", "1 000", 1, 1, 1, 1),
+        ("O’Neil", "o neil", 1, 1, 1, 1),
         ("True", "yes", 1, 1, 1, 1),
         ("yes it is", "yes", 0, 0, 1, 1),  # whole or not at all
         ("no", "no answer", 0, 0, 0, 0),

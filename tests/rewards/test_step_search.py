@@ -65,6 +65,7 @@ def test_a_gain_is_over_all_searches_before():
         ([ASK, SAW, RIGHT], True),
         ([RIGHT], False),  # no search
         ([ASK, SAW], False),
+        ([ASK, SAW, RIGHT, ("notice", "no"), ("policy", "hm")], False),  # a stored one that goes on
         ([("policy", "<search>a</search>"), SAW, ("policy", "<answer>Paris</answer>")], False),  # no thought
         ([ASK, SAW, ("policy", THINK + "<answer>Paris</answer> or <answer>Rome</answer>")], False),
         ([ASK, ("docs", "<answer>x</answer>"), RIGHT], True),  # what the environment wrote
