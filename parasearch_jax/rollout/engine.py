@@ -270,7 +270,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, protocol: Protocol, retriever: Retriever):
-        self._engine = engine
+        self._engine, self._protocol = engine, protocol
         self._job = Job(engine, protocol, retriever, 0, engine.config.max_turn_tokens, kept_open=True)
         self._futures: set[Future[Episode]] = set()
         self._ended: Future | None = None  # None: not begun
@@ -305,7 +305,7 @@ class Session:
         if max_tokens is not None and max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}, it must be >= 1")
         engine, sampling = self._engine, Sampling(temperature, top_p, top_k)
-        episode = Episode(question_id=str(key))
+        episode = Episode(question_id=str(key), protocol=self._protocol)
         future: Future[Episode] = Future()
 
         def tell(source: str, text: str) -> None:

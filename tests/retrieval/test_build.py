@@ -126,6 +126,21 @@ def test_other_search_parameters_make_no_index_anew(copy, monkeypatch):
     assert run(copy, "ivf", "--nlist=9")["parameters"]["nlist"] == 9
 
 
+def test_an_index_that_is_half_made_anew_is_none(copy, monkeypatch):
+    first = run(copy, "ivf", "--nlist=8")
+
+    def half(kind, folder, *_):
+        (folder / "index.faiss").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "write_index", half)
+    with pytest.raises(KeyboardInterrupt):
+        run(copy, "ivf", "--nlist=9")
+    monkeypatch.undo()
+    assert not (copy / "ivf" / "manifest.json").exists()
+    assert run(copy, "ivf", "--nlist=8")["recall"] == first["recall"]
+
+
 def test_killed_while_it_encodes_and_started_again(whole, tmp_path, monkeypatch, capsys):
     """SIGKILL at the third call of the encoder (the first two are the estimate's)."""
     monkeypatch.setattr(embeddings, "ROWS", 100)

@@ -86,6 +86,14 @@ def test_hits_for_k_begin_with_those_for_fewer_and_the_company_changes_nothing(t
         assert len({position for position, _ in row}) == len(row) and min(row)[0] >= 0
 
 
+@pytest.mark.parametrize("k", [1, 2, 5, 17, 150, 200])
+def test_equal_scores_come_in_order_whatever_k(tmp_path, k):
+    rng = np.random.default_rng(1)
+    rows, queries = Rows(rng.integers(0, 2, (200, 5))), rng.integers(0, 2, (30, 5)).astype(np.float32)
+    index = built("ivf", tmp_path, rows, nlist=3, nprobe=3)
+    assert positions(index.search(queries, k)) == brute_force(rows, queries, k).tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_of_any_type_and_order(tmp_path, data, kind):
     rows, queries = data

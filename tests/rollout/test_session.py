@@ -92,7 +92,7 @@ def test_numbers_come_from_seed_and_key_alone(dice, start):
             return [future.result(60) for future in [session.submit("Who was a?\n", key=key) for key in keys]]
 
     a, b, c = say(1, 2, 1)
-    assert ids(a) == ids(c) != ids(b) and a.question_id == "1"
+    assert ids(a) == ids(c) != ids(b) and a.question_id == "1" and a.protocol == PROTOCOL
     again, below, above = say(1, -1, 2**32 - 1)
     assert ids(again) == ids(a) and ids(below) == ids(above)
 
