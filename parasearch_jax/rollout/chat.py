@@ -13,9 +13,11 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 import rich.console
@@ -64,15 +66,18 @@ def ask(agent: Agent, question: str, screen: Screen, **sampling) -> Episode:
 
     `sampling`: key, temperature, top_p, top_k of `Session.submit`.
     """
-    events: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[str, str] | type[KeyboardInterrupt] | None] = queue.SimpleQueue()
     trace, start = Trace(agent.settings.protocol), time.perf_counter()
     prompt = agent.prompt([{"role": "user", "content": question}])
     future = agent.session.submit(prompt, on_text=lambda *said: events.put(said), **sampling)
     future.add_done_callback(lambda _: events.put(None))
     try:
-        while (said := events.get()) is not None:
-            for piece in trace.feed(*said):
-                screen.piece(*piece)
+        with _interrupted_by(lambda: events.put(KeyboardInterrupt)):
+            while (said := events.get()) is not None:
+                if said is KeyboardInterrupt:
+                    raise said
+                for piece in trace.feed(*said):
+                    screen.piece(*piece)
         episode = future.result()
         for piece in trace.end(episode):
             screen.piece(*piece)
@@ -84,6 +89,20 @@ def ask(agent: Agent, question: str, screen: Screen, **sampling) -> Episode:
     told = f"turns: {episode.turns}, searches: {len(episode.searches)}, queries: {queries}"
     screen.say(f"\n({told}, {time.perf_counter() - start:.1f} s)", "dim", end="\n\n")
     return episode
+
+
+@contextlib.contextmanager
+def _interrupted_by(call: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls this meanwhile and raises nothing: an exception may fall into a callback of the garbage collector,
+    which swallows it."""
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: call())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def questions(file: TextIO, screen: Screen) -> Iterator[str]:
