@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -84,13 +84,12 @@ def build(args, kind: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "parasearch_jax.retrieval.build", f"--corpus={args.corpus}", f"--index={kind}"]
     command += [f"--out={args.out}", *([] if kind == "bm25" else [f"--encoder={args.encoder}"])]
     began = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    told = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    print(re.sub("^", "    ", told, flags=re.MULTILINE), flush=True)
-    if status:
-        sys.exit(f"{' '.join(command)} ended with {status}")
-    return time.perf_counter() - began, usage.ru_maxrss / 2**20
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - began
+    print(textwrap.indent(done.stdout, "    "), flush=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}")
+    return seconds, float(re.search(r"peak memory +([\d.]+) GiB", done.stdout)[1])
 
 
 def check_flat(out: Path, retriever, queries: list[str], found: list) -> None:

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -96,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _bm25(args.out, passages)
     else:
         _dense(args, passages, parameters, part)
-    # Linux counts in KiB.
-    print(f"peak memory {needs.gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}")
+    if peak := needs.peak_memory():
+        print(f"peak memory   {needs.gib(peak)}")
 
 
 def _passages(args: argparse.Namespace) -> Passages:

@@ -35,7 +35,7 @@ class Parameters:
     """0: chosen by the size of the corpus."""
 
     nlist: int = 0  # ivf, ivfpq: clusters; 4 sqrt(n), at most n / 39
-    nprobe: int = 0  # searched of them; nlist / 16, at least 16
+    nprobe: int = 0  # searched of them; nlist / 16, at least 64
     codes: int = 0  # ivfpq: bytes of a vector; D / 8
     links: int = 0  # hnsw: of a vector to others (M); 32
     build_ef: int = 0  # candidates when a vector is linked; 200
@@ -55,7 +55,7 @@ class Parameters:
         nlist = self.nlist or max(1, min(round(4 * math.sqrt(n)), n // POINTS))
         defaults = {
             "nlist": nlist,
-            "nprobe": min(nlist, max(16, nlist // 16)),
+            "nprobe": min(nlist, max(64, nlist // 16)),
             "codes": next(m for m in (dim // 8, *range(dim // 8, 0, -1), 1) if m and dim % m == 0),
             "links": 32,
             "build_ef": 200,

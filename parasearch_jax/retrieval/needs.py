@@ -28,6 +28,15 @@ def available_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_memory() -> int:
+    """Bytes that this program has had at most; 0 where nothing tells. Not `ru_maxrss`, which begins with its parent's."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
 def memory_need(kind: str, n: int, dim: int, params: Mapping[str, int]) -> int:
     """Bytes at the worst moment of building or opening an index."""
     return PROGRAM + KINDS[kind].bytes(n, dim, params) + training_bytes(kind, n, dim, params)

@@ -141,6 +141,8 @@ def gather_tree(params: Any, prefix: str = "", drop: int = 0) -> Any:
     `prefix` stands before the paths, and the first `drop` axes of the specs are left out: a layer inside a scan is
     `gather_tree(layer, "layers/", drop=1)`.
     """
+    if jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) == 1:  # else the backward pass would keep copies
+        return params
     spec = lambda path: P(*spec_of(prefix + _name(path))[drop:])  # noqa: E731
     return jax.tree_util.tree_map_with_path(lambda path, x: gather(x, spec(path)), params)
 

@@ -501,6 +501,7 @@ def test_a_server_that_is_killed_under_a_training_run_changes_nothing(corpus, tm
     import parallel_tiny
 
     from parasearch_jax import train
+    from parasearch_jax.writers import read_metrics
 
     config = parallel_tiny.get_config("smoke")
     config.train.steps, config.rollout.search_seconds = 1, 600.0
@@ -516,7 +517,7 @@ def test_a_server_that_is_killed_under_a_training_run_changes_nothing(corpus, tm
         config.retriever.url = url
         results = train.train(config, workdir=tmp_path / "remote")
         killing.back.join()
-    stats = killing.pop_stats()
+    (stats,) = read_metrics(tmp_path / "remote")
     assert killing._searches > 60 and stats["retriever/retries"] >= 1 and not stats["retriever/failures"]
     assert results["params_sha256"] == alone["params_sha256"]
     assert results["retriever"]["corpus_sha256"] == alone["retriever"]["corpus_sha256"]
