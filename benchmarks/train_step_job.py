@@ -58,8 +58,15 @@ class Job:
 
     def policy_mask(self) -> np.ndarray:
         """bool [B,T]"""
-        sources = [[np.full(n, source == "policy") for source, n in row] for row in self.segments()]
-        return np.stack([np.concatenate(row) for row in sources])
+        return self._mask("policy")
+
+    def response_mask(self) -> np.ndarray:
+        """bool [B,T]: all that stands behind the prompt."""
+        return self._mask("policy", "docs")
+
+    def _mask(self, *sources: str) -> np.ndarray:
+        rows = [[np.full(n, source in sources) for source, n in row] for row in self.segments()]
+        return np.stack([np.concatenate(row) for row in rows])
 
 
 def _cut(rng: np.random.Generator, total: int, parts: int, spread: float = 0.5) -> list[int]:

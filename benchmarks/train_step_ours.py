@@ -23,8 +23,8 @@ from parasearch_jax.rollout import Engine
 from parasearch_jax.rollout.types import Episode, Segment
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
-MICRO_ROWS = 1
-CHUNK = 64  # tokens of a row whose logits exist at one time; they are computed again in the backward pass
+MICRO_ROWS = 2
+CHUNK = 96  # tokens of a row whose logits exist at one time; they are computed again in the backward pass
 LOSSES = ("loss", "kl", "critic/loss")  # metrics that both sides must agree on, where they are there
 
 
@@ -104,7 +104,7 @@ def plain(directory: str, job: Job) -> Callable:
     return step
 
 
-# ---------------------------------------------------------------------------------------------------------- small world
+# -------------------------------------------------------------------------------------------------------- small world
 
 
 def small_world(padded: bool, questions: int = 32) -> tuple[Callable, int]:

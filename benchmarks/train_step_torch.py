@@ -1,7 +1,8 @@
-"""The peer's side of benchmarks/train_step.py: the same steps on torch and transformers, as one would write them.
+"""The peer's side of benchmarks/train_step.py: the steps on torch and transformers, as one would write them by hand.
 
-Eager fp32, SDPA, fused AdamW, no gradient checkpointing. Logits are made at the policy's tokens alone, log-probs by the
-fused cross-entropy; scoring runs without gradients. The reference and PPO's critic are models of their own.
+Eager fp32, SDPA, fused AdamW, no gradient checkpointing. Scoring runs without gradients; log-probs come from the fused
+cross-entropy, over logits of the responses as trl and verl make them, documents included, or of the policy's tokens
+alone. The reference and PPO's critic are models of their own.
 
 Axes: B rows, T tokens; P the policy tokens of a micro-batch, in a line.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from train_step_job import ADAM, CLIP, CLIP_NORM, KL, REWARD_KL, VALUE_CLIP, Job
@@ -31,11 +33,12 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, ADAM["lr"], (ADAM["b1"], ADAM["b2"]), fused=True)
 
 
-def policy_logprobs(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[P]: log p(ids[b, t] | ids[b, :t]) at the tokens of the mask."""
-    hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
-    logits = model.lm_head(hidden[mask[:, 1:]])
-    return -F.cross_entropy(logits, ids[:, 1:][mask[:, 1:]], reduction="none")
+def policy_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """[P]: log p(ids[b, t] | ids[b, :t]) at the tokens of the mask, which are some of the `wanted` that have logits."""
+    hidden, targets = model.model(ids, use_cache=False).last_hidden_state[:, :-1], ids[:, 1:]
+    mask, wanted = mask[:, 1:], wanted[:, 1:]
+    logits = model.lm_head(hidden[wanted])
+    return -F.cross_entropy(logits, targets[wanted], reduction="none")[mask[wanted]]
 
 
 class Critic(torch.nn.Module):
@@ -47,7 +50,7 @@ class Critic(torch.nn.Module):
         self.kernel = torch.nn.Parameter(torch.zeros(self.backbone.config.hidden_size, 1))
         self.bias = torch.nn.Parameter(torch.zeros(1))
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, _) -> torch.Tensor:
         """[P]: the value before each token of the mask."""
         hidden = self.backbone(ids, use_cache=False).last_hidden_state[:, :-1]
         return (hidden[mask[:, 1:]] @ self.kernel + self.bias)[:, 0]
@@ -68,17 +71,18 @@ def whiten(x: torch.Tensor) -> torch.Tensor:
     return (x - x.mean()) * torch.rsqrt(x.var() + 1e-8)
 
 
-def rl_step(directory: str, case: str, job: Job, micro_rows: int = MICRO_ROWS) -> Callable:
-    """`step() -> (losses, {part: seconds})` of a case, "grpo" or "ppo", on the model in `directory`."""
+def rl_step(directory: str, case: str, job: Job, wanted: np.ndarray, micro_rows: int = MICRO_ROWS) -> Callable:
+    """`step() -> (losses, {part: seconds})` of a case, "grpo" or "ppo", on the model in `directory`.
+
+    `wanted` bool [B,T]: the tokens that have logits."""
     ppo = case == "ppo"
     policy, reference = load(directory), load(directory).eval().requires_grad_(False)
     critic = Critic(directory) if ppo else None
     optimizers = {model: adamw(model) for model in (policy, critic) if model is not None}
     ids, rewards = torch.tensor(job.ids(), dtype=torch.long), torch.tensor(job.rewards())
     mask = torch.tensor(job.policy_mask())
-    rows = list(range(0, job.rows, micro_rows))
-    micros = [(ids[b : b + micro_rows], mask[b : b + micro_rows]) for b in rows]
-    sizes = [int(m.sum()) for _, m in micros]
+    micros = list(zip(*(x.split(micro_rows) for x in (ids, mask, torch.tensor(wanted))), strict=True))
+    sizes = [int(m.sum()) for _, m, _ in micros]
     tokens = mask.sum()
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ def available_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Bytes that this program has had at most; 0 where nothing tells. Not `ru_maxrss`, which begins with its parent's."""
+    """Bytes this program has had at most; 0 where nothing tells. Not `ru_maxrss`, which begins with its parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

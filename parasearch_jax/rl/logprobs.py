@@ -36,15 +36,9 @@ def token_logprobs(
         raise ValueError(f"temperature {temperature} in a log-prob: give the temperature (> 0) that the ids came from")
     B, T = targets.shape
     chunk = min(chunk, T)
-    tokens = jnp.arange(B * T)  # their numbers
-    if mask is None:
-        chunks = jnp.pad(tokens.reshape(B, T), [(0, 0), (0, -T % chunk)], constant_values=B * T)
-        chunks = jnp.moveaxis(chunks.reshape(B, -1, chunk), 1, 0)
-        n = len(chunks)
-    else:
-        tokens = tokens[jnp.argsort(mask.reshape(-1) == 0)]  # those of the mask first
-        chunks = jnp.pad(tokens, (0, -B * T % (B * chunk)), constant_values=B * T).reshape(-1, B, chunk)
-        n = -(-(mask > 0).sum() // (B * chunk))
+    tokens = jnp.arange(B * T) if mask is None else jnp.flatnonzero(mask > 0, size=B * T, fill_value=B * T)
+    chunks = jnp.pad(tokens, (0, -B * T % (B * chunk)), constant_values=B * T).reshape(-1, B, chunk)
+    n = len(chunks) if mask is None else -(-(mask > 0).sum() // (B * chunk))
 
     def of_chunk(h, head, y):  # [B, chunk, D], [V, D], [B, chunk] -> two of [B, chunk]
         first = jax.lax.axis_index("tp") * head.shape[0] if _split() else 0  # row of V that `head` begins with
@@ -54,8 +48,6 @@ def token_logprobs(
         return logprob, _entropy(logits if entropy_grad else jax.lax.stop_gradient(logits))
 
     out = _by_chunks(of_chunk, chunks, n, hidden.reshape(B * T, -1), head, targets.reshape(-1))
-    if mask is not None:
-        out = [jnp.where(mask.reshape(-1) > 0, x, 0.0) for x in out]  # the last chunk may have others too
     logprobs, entropy = (x.reshape(B, T) for x in out)
     return logprobs, entropy
 

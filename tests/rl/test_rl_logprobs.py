@@ -45,6 +45,49 @@ def test_chunked_equals_full(inputs, chunk):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_masked_equals_full_on_the_mask_and_reads_nothing_else(inputs, chunk, share):
+    hidden, head, targets = inputs
+    mask = np.random.default_rng(2).permutation(B * T).reshape(B, T) < share * B * T
+    hidden_nan = jnp.where(mask[..., None], hidden, jnp.nan)
+    weights = jnp.cos(jnp.arange(B * T).reshape(B, T))
+
+    def scalar(fn, hidden, *args, **kwargs):
+        def f(hidden, head):
+            out = fn(hidden, head, targets, *args, **kwargs)
+            logprobs, entropy = (jnp.where(mask, x, 0.0) for x in out)
+            return (weights * logprobs).sum() + (weights**2 * entropy).sum(), (logprobs, entropy, out)
+
+        return jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, head)
+
+    (_, (*expected, _)), expected_grads = scalar(full, hidden, 0.7)
+    (_, (*got, out)), grads = jax.jit(lambda h, m: scalar(token_logprobs, h, chunk, 0.7, True, mask=m))(
+        hidden_nan, jnp.array(mask, jnp.float32)
+    )
+    for a, b in zip((*got, *grads), (*expected, *expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for x in out:
+        assert not x[~mask].any()
+
+
+def test_only_chunks_that_hold_tokens_of_the_mask_are_computed(inputs, monkeypatch):
+    hidden, head, targets = inputs
+    computed, project = [], decoder.project
+
+    def counting(h, head, *args):
+        jax.debug.callback(lambda: computed.append(1))
+        return project(h, head, *args)
+
+    monkeypatch.setattr(decoder, "project", counting)
+    logprobs = jax.jit(lambda mask: token_logprobs(hidden, head, targets, 4, mask=mask))
+    for tokens, chunks in ((0, 0), (1, 1), (12, 1), (13, 2), (39, 4)):
+        computed.clear()
+        jax.block_until_ready(logprobs((jnp.arange(B * T) < tokens).reshape(B, T)))
+        jax.effects_barrier()
+        assert len(computed) == chunks
+
+
 def test_entropy_has_a_gradient_only_when_asked(inputs):
     hidden, head, targets = inputs
     grad = jax.grad(lambda h, ask: token_logprobs(h, head, targets, 4, 1.0, ask)[1].sum())
