@@ -112,7 +112,7 @@ def small_world(padded: bool, questions: int = 32) -> tuple[Callable, int]:
     or `padded` to the largest of them."""
     work = scripted_search.small_world(questions, deterministic=True)
     config = scripted_search.tiny_config()
-    algorithm = AlgorithmConfig(**config.algorithm | {"questions": questions})
+    algorithm = AlgorithmConfig(**dict(config.algorithm) | {"questions": questions})
     buckets = tuple(sorted(config.train.buckets))[-1 if padded else 0 :]
     ucfg = UpdateConfig(**config.learner, buckets=buckets, temperature=algorithm.temperature)
     mesh = make_mesh(MeshConfig(**config.mesh))
