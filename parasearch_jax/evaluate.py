@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from parasearch_jax import hosts
-from parasearch_jax.data import Question
+from parasearch_jax.data import Question, load_question_sets
 from parasearch_jax.data.metrics import cover_em, em, f1
 from parasearch_jax.protocol import Protocol
+from parasearch_jax.resume import Sigterm
 from parasearch_jax.retrieval import Retriever
 from parasearch_jax.rewards.format import valid_by_provenance
 from parasearch_jax.rollout import Engine, Episode
+from parasearch_jax.workdir import Workdir
+from parasearch_jax.writers import Console
 
 Subsets = dict[str, dict[str, float]]  # {subset: {"n", "em", ...}}, `E` of results.json
 
@@ -30,6 +34,60 @@ def evaluate(
     for numbers in subsets.values():
         numbers["seconds_per_question"] = seconds / len(questions)
     return subsets, episodes
+
+
+def load_held_out(config: ConfigDict) -> dict[str, list[Question]]:
+    """The questions that a run is measured on: "test", and "dev" where `train.eval_every` asks for it."""
+    wanted = ["test", "dev"] if config.train.steps and config.train.eval_every else ["test"]
+    return {split: load_question_sets(config.data[split]) for split in wanted}
+
+
+def due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
+    """(name, questions) of the evaluations of the weights of a step: before and after training, and on data.dev."""
+    steps, every = config.train.steps, config.train.eval_every
+    due = [(f"dev_step_{step:06d}", "dev")] if step and every and step % every == 0 else []
+    if step == steps:
+        return [*due, ("final", "test")]
+    return [*due, ("initial", "test")] if step == 0 else due
+
+
+class Evaluations:
+    """Those of a run, by name in `found`."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        held_out: Mapping[str, Sequence[Question]],
+        engine: Engine,
+        protocol: Protocol,
+        retriever: Retriever,
+        work: Workdir,
+        console: Console,
+        sigterm: Sigterm,
+    ):
+        self._config, self._held_out, self._asked = config, held_out, (engine, protocol, retriever)
+        self._work, self._console, self._sigterm = work, console, sigterm
+        self.found: dict[str, Subsets | None] = {}
+
+    def due(self, step: int) -> None:
+        """Makes those that belong to the weights of `step`; what an earlier start has finished is read."""
+        for name, split in due_evaluations(step, self._config):
+            self.found[name] = self._work.read_evaluation(name)
+            if self.found[name] is None and self._asked[0].version == step:  # else those weights are gone
+                with self._sigterm.interrupts():
+                    self.found[name] = self._make(name, self._held_out[split])
+
+    def _make(self, name: str, questions: Sequence[Question]) -> Subsets:
+        engine, protocol, retriever = self._asked
+        subsets, episodes = evaluate(engine, questions, protocol, retriever)
+        engine.pop_stats()
+        retriever.pop_stats()
+        exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, questions, strict=True)]
+        self._work.write_episodes(name, episodes, questions, em=exact)
+        self._work.write_evaluation(name, subsets)
+        share = 100 * subsets["all"]["em"]
+        self._console.print(f"{name} evaluation: EM {share:.1f} % of {len(questions)} questions")
+        return subsets
 
 
 def summarize(episodes: Sequence[Episode], questions: Sequence[Question], protocol: Protocol) -> Subsets:

@@ -23,9 +23,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from parasearch_jax import hosts, resume, rl
-from parasearch_jax.data import Question, load_question_sets
+from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
-from parasearch_jax.evaluate import Subsets
+from parasearch_jax.evaluate import Evaluations, due_evaluations, load_held_out
 from parasearch_jax.guards import Guard, GuardConfig
 from parasearch_jax.models import load_model
 from parasearch_jax.preflight import preflight
@@ -37,7 +37,7 @@ from parasearch_jax.rl.update import UpdateConfig
 from parasearch_jax.rollout import Engine, Episode, RolloutConfig, Segment
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 from parasearch_jax.stored import read_stored
-from parasearch_jax.train import Timer, draw, due_evaluations, finish, finished, overrides, profiled, run_evaluation
+from parasearch_jax.train import Timer, draw, finish, finished, overrides, profiled
 from parasearch_jax.workdir import Workdir
 from parasearch_jax.writers import Console
 
@@ -61,9 +61,7 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
         resume.check_hosts(resume.describe(config))
         preflight(config)
         protocol = get_protocol(config.protocol.name, **overrides(config.protocol))
-        held_out = {"test": load_question_sets(config.data.test)}
-        if steps and config.train.eval_every:
-            held_out["dev"] = load_question_sets(config.data.dev)
+        held_out = load_held_out(config)
         records = read_stored(config.data.episodes) if steps else []
         _check_settings(config, records, held_out, profile)
         mesh = make_mesh(MeshConfig(**config.mesh))
@@ -88,10 +86,11 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
         engine = Engine(model, rollout, seed=config.seed, mesh=mesh)
         stack.callback(engine.close)
         with hosts.together():
-            rows = [to_row(record, engine, protocol) for record in records]
+            episodes = [to_episode(record, engine, protocol) for record in records]
+            rows = [rl.make_row(episode, ({}, ())) for episode in episodes]
             _check_lengths(rows, max(buckets))
         if steps:
-            console.print(_describe(rows, records, engine, protocol, steps, algorithm.questions))
+            console.print(_describe(rows, records, episodes, steps, algorithm.questions))
 
         # ---- Where the run stands: at its last complete checkpoint, or at step 0.
         state, start, _ = work.restore(
@@ -106,20 +105,12 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
         guard = Guard(GuardConfig(**config.guard), 1, algorithm.updates, work.metrics())
         stack.enter_context(console)
         sigterm = stack.enter_context(resume.Sigterm())
-        evals: dict[str, Subsets] = {}
-
-        def evaluate_due(step: int) -> None:
-            """The evaluations that belong to the weights of `step`; what an earlier start has finished is read."""
-            for name, key in due_evaluations(step, config):
-                evals[name] = work.read_evaluation(name)
-                if evals[name] is None and engine.version == step:  # else those weights are gone
-                    with sigterm.interrupts():
-                        evals[name] = run_evaluation(engine, held_out[key], protocol, retriever, work, name, console)
+        evaluations = Evaluations(config, held_out, engine, protocol, retriever, work, console, sigterm)
 
         done = start
         try:
             for step in dict.fromkeys((0, start)):
-                evaluate_due(step)
+                evaluations.due(step)
             for step in profiled(range(start + 1, steps + 1), profile, work.path):
                 # ---- Draw, batch.
                 with sigterm.interrupts(), timer("batch"):
@@ -152,30 +143,29 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
                 if due and not (signs and guard.stops and step < steps):
                     with timer("save"):
                         work.save(step, state, {})
-                evaluate_due(step)
+                evaluations.due(step)
         except resume.Terminated:
             work.save(done, state, {})
             console.print(f"SIGTERM: step {done} is saved; the same command goes on from there")
             raise
-        return finish(config, work, model, state, evals, retriever, console, config.method, None)
+        return finish(config, work, model, state, evaluations.found, retriever, console, config.method, None)
 
 
-def to_row(record: dict, engine: Engine, protocol: Protocol) -> rl.Row:
-    """The row of a stored episode, as the top of this file has it. Without rewards, and with log-probs of 0: none are
-    needed."""
+def to_episode(record: dict, engine: Engine, protocol: Protocol) -> Episode:
+    """A stored episode as this model reads it, see the top of this file. With log-probs of 0: none are needed."""
     text, ids = engine.prompt(protocol.render_prompt(record["question"]))
     segments = [Segment("prompt", text, tuple(ids))]
     for segment in record["segments"][1:]:
         source, ids = segment["source"], tuple(engine.encode(segment["text"]))
         segments.append(Segment(source, segment["text"], ids, (0.0,) * len(ids) if source == "policy" else None))
     stop, sample = record.get("stop_reason", "answer"), record.get("sample", 0)
-    return rl.make_row(Episode(segments, stop_reason=stop, question_id=record["id"], sample=sample), ({}, ()))
+    return Episode(segments, stop_reason=stop, question_id=record["id"], sample=sample)
 
 
-def _describe(rows, records, engine: Engine, protocol: Protocol, steps: int, count: int) -> str:
+def _describe(rows, records, episodes: Sequence[Episode], steps: int, count: int) -> str:
     ids, learned = sum(len(row.ids) for row in rows), sum(row.policy_mask.sum() for row in rows)
-    prompts = [engine.prompt(protocol.render_prompt(record["question"]))[0] for record in records]
-    other = sum(new != record["segments"][0]["text"] for new, record in zip(prompts, records, strict=True))
+    pairs = zip(episodes, records, strict=True)
+    other = sum(episode.segments[0].text != record["segments"][0]["text"] for episode, record in pairs)
     lines = [f"{len(rows)} episodes of {ids} tokens, {learned:.0f} of them the policy's",
              f"{count} a step: {steps} steps are {steps * count / len(rows):.1f} epochs"]  # fmt: skip
     return "\n".join(lines + [f"{other} were stored under another prompt than this model gets"] * bool(other))

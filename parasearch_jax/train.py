@@ -14,9 +14,8 @@ from ml_collections import ConfigDict
 
 from parasearch_jax import hosts, resume, rewards, rl
 from parasearch_jax.data import Question, load_question_sets
-from parasearch_jax.data.metrics import em
 from parasearch_jax.errors import UserError
-from parasearch_jax.evaluate import Subsets, evaluate, rollout_metrics
+from parasearch_jax.evaluate import Evaluations, due_evaluations, load_held_out, rollout_metrics
 from parasearch_jax.guards import Guard, GuardConfig
 from parasearch_jax.models import load_model
 from parasearch_jax.models.weights import save_model
@@ -61,9 +60,7 @@ def train(
         protocol = get_protocol(config.protocol.name, **overrides(config.protocol))
         reward = rewards.make_reward(config.reward.to_dict()) if reward_fn is None else rewards.wrap(reward_fn)
         questions = load_question_sets(config.data.train) if steps else []
-        held_out = {"test": load_question_sets(config.data.test)}
-        if steps and config.train.eval_every:
-            held_out["dev"] = load_question_sets(config.data.dev)
+        held_out = load_held_out(config)
         reward.check(questions)
         _check_settings(config, len(questions), profile)
         mesh = make_mesh(MeshConfig(**config.mesh))
@@ -108,19 +105,11 @@ def train(
         guard = Guard(GuardConfig(**config.guard), algorithm.samples, algorithm.updates, work.metrics())
         stack.enter_context(console)
         sigterm = stack.enter_context(resume.Sigterm())
-        evals: dict[str, Subsets] = {}
-
-        def evaluate_due(step: int) -> None:
-            """The evaluations that belong to the weights of `step`; what an earlier start has finished is read."""
-            for name, key in due_evaluations(step, config):
-                evals[name] = work.read_evaluation(name)
-                if evals[name] is None and engine.version == step:  # else those weights are gone
-                    with sigterm.interrupts():
-                        evals[name] = run_evaluation(engine, held_out[key], protocol, retriever, work, name, console)
+        evaluations = Evaluations(config, held_out, engine, protocol, retriever, work, console, sigterm)
 
         try:
             for step in dict.fromkeys((0, start)):
-                evaluate_due(step)
+                evaluations.due(step)
             for step in profiled(range(start + 1, steps + 1), profile, work.path):
                 # ---- Rollout: groups of episodes of one question, with the weights of the last sync. A group that has
                 # ended is scored and made into rows while others decode.
@@ -171,7 +160,7 @@ def train(
                 if due and not (signs and guard.stops and step < steps):
                     with timer("save"):
                         work.save(step, state, memory)
-                evaluate_due(step)
+                evaluations.due(step)
         except resume.Terminated:
             work.save(engine.version, state, memory)
             console.print(f"SIGTERM: step {engine.version} is saved; the same command goes on from there")
@@ -179,16 +168,7 @@ def train(
         named = config.method, config.reward.get("variant", "paper")
         if reward_fn is not None:
             named = reward.entry.name, None
-        return finish(config, work, model, state, evals, retriever, console, *named)
-
-
-def due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
-    """(name, questions) of the evaluations of the weights of a step: before and after training, and on data.dev."""
-    steps, every = config.train.steps, config.train.eval_every
-    due = [(f"dev_step_{step:06d}", "dev")] if step and every and step % every == 0 else []
-    if step == steps:
-        return [*due, ("final", "test")]
-    return [*due, ("initial", "test")] if step == 0 else due
+        return finish(config, work, model, state, evaluations.found, retriever, console, *named)
 
 
 def finish(config, work, model, state, evals, retriever, console, method, variant) -> dict[str, Any]:
@@ -280,17 +260,6 @@ def retriever_metrics(retriever: Retriever) -> dict[str, float]:
     if "retriever/cache_hits" in stats:
         stats["retriever/cache_hit_rate"] = stats["retriever/cache_hits"] / max(stats["retriever/queries"], 1)
     return stats
-
-
-def run_evaluation(engine, questions, protocol, retriever, work: Workdir, name: str, console: Console) -> Subsets:
-    subsets, episodes = evaluate(engine, questions, protocol, retriever)
-    engine.pop_stats()
-    retriever.pop_stats()
-    exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, questions, strict=True)]
-    work.write_episodes(name, episodes, questions, em=exact)
-    work.write_evaluation(name, subsets)
-    console.print(f"{name} evaluation: EM {100 * subsets['all']['em']:.1f} % of {len(questions)} questions")
-    return subsets
 
 
 def profiled(steps: Sequence[int], profile: int | None, workdir: Path) -> Iterator[int]:

@@ -14,7 +14,7 @@ import pytest
 import sft_tiny
 from test_train_resume import content, crash
 
-from parasearch_jax import compare, plan, sft
+from parasearch_jax import compare, plan, rl, sft
 from parasearch_jax.data import load_questions
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model
@@ -171,6 +171,10 @@ def engine(run):
 PROTOCOL = get_protocol("parallel", prompt="Question: {question}\n")
 
 
+def to_row(*args):
+    return rl.make_row(sft.to_episode(*args), ({}, ()))
+
+
 def test_a_row_is_what_the_rollout_had(engine):
     """Ids and mask of sampled episodes, stored without ids and read back: the model spells as its tokenizer does."""
     questions = load_questions(DIRECTORY / "train.jsonl")[:4]
@@ -178,7 +182,7 @@ def test_a_row_is_what_the_rollout_had(engine):
     episodes = engine.rollout(questions, PROTOCOL, retriever, temperature=0.0)
     retriever.close_sync()
     for episode, question in zip(episodes, questions, strict=True):
-        row = sft.to_row(json.loads(json.dumps(episode_record(episode, question))), engine, PROTOCOL)
+        row = to_row(json.loads(json.dumps(episode_record(episode, question))), engine, PROTOCOL)
         assert row.ids.tolist() == [i for segment in episode.segments for i in segment.ids]
         assert row.policy_mask.tolist() == [s.source == "policy" for s in episode.segments for _ in s.ids]
         assert row.question_id == question.id and not row.rewards.any() and not row.truncated
@@ -186,13 +190,14 @@ def test_a_row_is_what_the_rollout_had(engine):
 
 def test_the_prompt_is_the_one_that_this_model_gets(engine, monkeypatch):
     record = stored(load_questions(DIRECTORY / "train.jsonl")[0])
-    row = sft.to_row(record, engine, PROTOCOL)
+    row = to_row(record, engine, PROTOCOL)
     record["segments"][0]["text"] = "Answer with tags, as in these examples: ..."
-    other = sft.to_row(record | {"stop_reason": "length"}, engine, PROTOCOL)
+    other = to_row(record | {"stop_reason": "length"}, engine, PROTOCOL)
+    episode = sft.to_episode(record, engine, PROTOCOL)
     assert other.ids.tolist() == row.ids.tolist() and other.truncated
-    assert "1 were stored under another prompt" in sft._describe([row], [record], engine, PROTOCOL, 1, 1)
+    assert "1 were stored under another prompt" in sft._describe([row], [record], [episode], 1, 1)
     monkeypatch.setattr(engine.tokenizer, "chat_template", "<{{ messages[0].content }}>", raising=False)
-    chat = sft.to_row(record, engine, PROTOCOL)
+    chat = to_row(record, engine, PROTOCOL)
     assert engine.decode(chat.ids.tolist()).startswith(f"<Question: {record['question']}\n><think>")
 
 

@@ -12,6 +12,7 @@ import jax
 import pytest
 from test_train import small
 
+from parasearch_jax import evaluate as evaluating
 from parasearch_jax import train as training
 from parasearch_jax.errors import UserError
 from parasearch_jax.rollout import Engine
@@ -207,14 +208,14 @@ def test_the_best_on_dev_is_kept(tmp_path, monkeypatch):
     """EM on dev is made to fall behind step 2: that checkpoint stays beside the last, and its evaluation is read."""
     config = small(tmp_path, **{"train.steps": 4, "train.eval_every": 1, "train.keep": 1})
     config.data.dev = config.data.train
-    real, scores = training.evaluate, iter((0.9, 0.3, 0.8, 0.5, 0.6, 0.9))  # initial, steps 1-4, final
+    real, scores = evaluating.evaluate, iter((0.9, 0.3, 0.8, 0.5, 0.6, 0.9))  # initial, steps 1-4, final
 
     def evaluate(*args):
         subsets, episodes = real(*args)
         subsets["all"]["em"] = next(scores)
         return subsets, episodes
 
-    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(evaluating, "evaluate", evaluate)
     stop(monkeypatch, 4, crash)
     with pytest.raises(RuntimeError):
         training.train(config, workdir=tmp_path / "work")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval.batching import Batching
@@ -36,6 +38,24 @@ def open_retriever(config_or_directory: Mapping | str | os.PathLike, batching: B
         config_or_directory = {"kind": "local", "index": os.fspath(config_or_directory)}
     settings = dict(config_or_directory.items())  # a ConfigDict is no Mapping, but has items
     return _choose("kind", settings, KINDS)(settings, batching)
+
+
+def named_settings(given: Sequence[str], what: str = "", taken: Iterable[str] = ()) -> dict[str, Any]:
+    """The values of a command's --setting flags: ["dim=64", "pooling=cls"] -> {"dim": 64, "pooling": "cls"}.
+
+    UserError for one without a name and a value, given twice, or `taken` by a flag of its own; `what` they are of.
+    """
+    settings: dict[str, Any] = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals or name in settings or name in taken:
+            own = "; what has a flag of its own by that" if taken else ""
+            raise UserError(f"--setting={item}: give {what}NAME=VALUE, such as dim=64{own}")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:  # a word
+            settings[name] = value
+    return settings
 
 
 def _open_local(settings: dict, batching: Batching | None) -> Retriever:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import sys
 import time
@@ -26,7 +25,7 @@ if __name__ == "__main__":
     keep_programs()  # before an encoder imports JAX
 
 from parasearch_jax.data.questions import load_questions
-from parasearch_jax.retrieval import needs
+from parasearch_jax.retrieval import named_settings, needs
 from parasearch_jax.retrieval.bm25 import check_installed, write_bm25
 from parasearch_jax.retrieval.corpus import fingerprint
 from parasearch_jax.retrieval.embeddings import ROWS, Part, Vectors, encode_part, join
@@ -62,20 +61,6 @@ def make_parser() -> argparse.ArgumentParser:
     of_index.add_argument("--build-ef", type=int, default=0, help="hnsw: candidates when a vector is linked")
     of_index.add_argument("--ef", type=int, default=0, help="hnsw: candidates of a search, the most documents it gives")
     return parser
-
-
-def encoder_settings(given: Sequence[str]) -> dict[str, Any]:
-    """["dim=64"] -> {"dim": 64}."""
-    settings = {}
-    for item in given:
-        name, equals, value = item.partition("=")
-        if not equals or name in settings:
-            raise UserError(f"--setting={item}: give one of the encoder as NAME=VALUE, such as dim=64")
-        try:
-            settings[name] = json.loads(value)
-        except ValueError:  # a word
-            settings[name] = value
-    return settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -140,7 +125,7 @@ def _bm25(out: Path, passages: Passages) -> None:
 
 def _dense(args: argparse.Namespace, passages: Passages, parameters: Parameters, part: Part) -> None:
     source = None if args.encoder == "hashed" else Path(args.encoder)
-    encoder, settings = make_encoder(source, encoder_settings(args.setting), passages)
+    encoder, settings = make_encoder(source, named_settings(args.setting, "one of the encoder as "), passages)
     params = parameters.resolved(args.index, len(passages), encoder.dim)
     if not args.part:
         needed = needs.gib(needs.check_memory(args.index, len(passages), encoder.dim, parameters))

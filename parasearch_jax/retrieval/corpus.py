@@ -56,7 +56,7 @@ def read_corpus(path: str | pathlib.Path) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                document = _document(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+                document = to_document(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
             except (ValueError, TypeError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
                 raise UserError(f"corpus {path}, line {number}: {error}; mend or remove the line") from error
             if document.id in first_line:
@@ -80,7 +80,7 @@ def _existing(path: str | pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _document(row: object) -> Document:
+def to_document(row: object) -> Document:
     """A row as a Document; ValueError says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, this is {type(row).__name__} {str(row)[:40]!r}")

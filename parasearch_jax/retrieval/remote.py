@@ -18,7 +18,7 @@ import httpx
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval.breaker import Breaker
-from parasearch_jax.retrieval.corpus import Document, _document
+from parasearch_jax.retrieval.corpus import Document, to_document
 from parasearch_jax.retrieval.retriever import INDEX_HEADER, Retriever, checked_k, checked_queries
 
 log = logging.getLogger(__name__)
@@ -379,7 +379,7 @@ def _parsed(item: Any, where: str, rank: str) -> Document:
     if isinstance(item, dict) and "document" in item:
         item, where = item["document"], where + ".document"
     try:
-        return _document({"id": rank} | item if isinstance(item, dict) else item)  # online servers give no id
+        return to_document({"id": rank} | item if isinstance(item, dict) else item)  # online servers give no id
     except ValueError as error:
         raise SearchFailed(f"{where}: {error}") from None
 

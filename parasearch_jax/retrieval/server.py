@@ -28,7 +28,7 @@ from parasearch_jax.programs import keep_programs
 if __name__ == "__main__":
     keep_programs()  # before an encoder imports JAX
 
-from parasearch_jax.retrieval import Document, Retriever, open_retriever
+from parasearch_jax.retrieval import Document, Retriever, named_settings, open_retriever
 from parasearch_jax.retrieval.batching import Batching
 from parasearch_jax.retrieval.retriever import INDEX_HEADER
 
@@ -295,15 +295,7 @@ def retriever_settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.corpus and not args.encoder:
         settings["encoder"] = "hashed"
     settings = {name: value for name, value in settings.items() if value is not None}
-    for given in args.setting:
-        name, equals, value = given.partition("=")
-        if not equals or name in settings:
-            raise UserError(f"--setting={given}: give NAME=VALUE, such as dim=64; what has a flag of its own by that")
-        try:
-            settings[name] = json.loads(value)
-        except ValueError:  # a word
-            settings[name] = value
-    return settings
+    return settings | named_settings(args.setting, taken=settings)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -149,15 +149,15 @@ def _split(x: jax.Array) -> jax.Array:
 
 class AttendPages:
     """The attention of a chunk's decode step number `step` (int32), as `decoder.forward_layers` calls it: the new token
-    of each slot sees its pages, what the chunk has added, and itself. After the pass `pages` holds its key and value.
+    of each slot sees its pages, what the chunk has added, and itself. After the pass `cache` holds its key and value.
     """
 
     def __init__(self, pages: Pages, step: jax.Array):
-        self.pages = dataclasses.replace(pages, new_k=list(pages.new_k), new_v=list(pages.new_v))
+        self.cache = dataclasses.replace(pages, new_k=list(pages.new_k), new_v=list(pages.new_v))
         self.step = step
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        pages, slot, (S, _, N, H), K = self.pages, self.pages.slot, q.shape, k.shape[2]
+        pages, slot, (S, _, N, H), K = self.cache, self.cache.slot, q.shape, k.shape[2]
         keys = jax.lax.dynamic_update_slice(pages.new_k[layer], k[:, 0, :, :, None], (0, 0, 0, self.step))
         values = jax.lax.dynamic_update_slice(pages.new_v[layer], v[:, 0, :, None], (0, 0, self.step, 0))
         pages.new_k[layer], pages.new_v[layer] = keys, values

@@ -256,7 +256,7 @@ def decode_chunk(
             left = state.left - on
             new = dataclasses.replace(
                 state,
-                cache=attend.pages if pages else attend.cache,
+                cache=attend.cache,
                 length=state.length + on,
                 token=jnp.where(on, token, state.token),
                 state=stop,

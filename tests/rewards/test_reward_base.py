@@ -23,14 +23,6 @@ def broken(episode, question, *, value, kind="nan"):
     return {"x": value} if kind == "nan" else value
 
 
-@pytest.fixture(autouse=True)
-def registry():
-    before = dict(REGISTRY)
-    yield
-    REGISTRY.clear()
-    REGISTRY.update(before)
-
-
 def test_import_path():
     path = f"{__name__}:by_path"
     assert make_reward(path)(EPISODE, QUESTION) == ({"right": 1.0, "bonus": 0.5}, [(0, 0.25)])

@@ -10,17 +10,8 @@ from test_train import small
 from parasearch_jax import train as training
 from parasearch_jax.errors import UserError
 from parasearch_jax.rewards import make_reward, register
-from parasearch_jax.rewards.base import REGISTRY
 from parasearch_jax.workdir import Workdir
 from parasearch_jax.writers import read_metrics
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    before = dict(REGISTRY)
-    yield
-    REGISTRY.clear()
-    REGISTRY.update(before)
 
 
 def test_what_otc_has_found_is_in_the_checkpoint(tmp_path):
