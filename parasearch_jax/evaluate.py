@@ -116,7 +116,7 @@ def _numbers(episode: Episode, question: Question, protocol: Protocol) -> dict[s
         "cover_em": cover_em(answer, golds),
         "dr": 100.0 * any(len(s.queries) > 1 for s in searches),
         "dr_first": 100.0 * (bool(searches) and len(searches[0].queries) > 1),
-        "dr_released": 100.0 * _decomposed_as_released(episode),
+        "dr_released": 100.0 * _decomposed_as_released(episode, protocol),
         "turns": episode.turns,
         "searches": len(searches),
         "sub_queries": sum(len(s.queries) for s in searches),
@@ -124,10 +124,13 @@ def _numbers(episode: Episode, question: Question, protocol: Protocol) -> dict[s
     }
 
 
-def _decomposed_as_released(episode: Episode) -> bool:
+def _decomposed_as_released(episode: Episode, protocol: Protocol) -> bool:
     """Any `##` between search tags anywhere behind the prompt, as ParallelSearch's `infer_batch.py` counts."""
-    blocks = re.findall(r"<search>(.*?)</search>", episode.response, re.DOTALL)
-    return any("##" in block for block in blocks)
+    if protocol.search is None:
+        return False
+    opening, closing = map(re.escape, protocol.search)
+    blocks = re.findall(f"{opening}(.*?){closing}", episode.response, re.DOTALL)
+    return any((protocol.separator or "##") in block for block in blocks)
 
 
 def rollout_metrics(episodes: Sequence[Episode], questions: Sequence[Question], protocol: Protocol) -> dict[str, float]:

@@ -72,7 +72,7 @@ def train(
         work = stack.enter_context(Workdir(path, config, reward_fn))
         stack.enter_context(hosts.lost_is_told())
         console = Console(steps, quiet=not hosts.is_first())
-        console.print(f"{config.name}: {work.path}\n{reward.describe()}")
+        console.print(f"{config.name}: {work.path}\n{reward.describe()}\n{protocol.describe(model.tokenizer)}")
         with hosts.together():
             retriever = open_retriever(config.retriever)
         stack.callback(retriever.close_sync)

@@ -159,14 +159,14 @@ class Teller:
         return self.rng.choice(alike or [t for t in group if t != title])
 
     def _turn(self, said: str, search: str = "", answer: str = "", broken: bool = False) -> None:
-        kind, content = (self.protocol.search, search) if search else (self.protocol.answer, answer)
-        think, block = f"<think>{said}</think>", f"<{kind}> {content}</{kind}>"
+        (opening, closing), content = (self.protocol.search, search) if search else (self.protocol.answer, answer)
+        think, block = f"<think>{said}</think>", f"{opening} {content}{closing}"
         if not broken:
             self.segments.append(("policy", think + block))
             return
         fault = self.rng.choice(["no think", "open think", "stray", "no tags", "empty"])
         if fault in ("no tags", "empty"):  # no valid action: the environment says so, and the turn is told again
-            bad = f" {content}{END}" if fault == "no tags" else f"<{self.protocol.search}></{self.protocol.search}>"
+            bad = f" {content}{END}" if fault == "no tags" else "".join(self.protocol.search)
             self.segments += [("policy", think + bad), ("notice", self.protocol.notice), ("policy", think + block)]
             return
         forms = {"no think": block, "open think": f"<think>{said}{block}", "stray": f"{think} so {block}"}
