@@ -82,7 +82,9 @@ class Protocol:
     last_notice: str = ""  # shown, masked, before the last turn
     unanswered: str = ""  # closes, masked, an episode whose last turn has no answer
     on_invalid: str = "notice"  # or "end": an invalid turn ends the episode
-    distils: bool = False  # a model call of its own turns documents into what the policy sees (`distil_prompt`)
+    # An extra model call turns documents into what the policy sees; the template of its prompt, with {said} (by the
+    # policy so far), {query} and {documents}; empty: the policy sees the documents.
+    distil: str = ""
     limits: Limits = Limits()
 
     def __post_init__(self):
@@ -213,12 +215,13 @@ class Protocol:
         return self.last_notice if turn.last else ""
 
     def distil_prompt(self, said: str, query: str, documents: str) -> str:
-        """What the extra call is asked: `said` is all that the policy said so far."""
-        raise NotImplementedError(f"protocol {self.name!r} distils nothing")
+        """What the extra call is asked."""
+        values = {"{said}": said, "{query}": query, "{documents}": documents}
+        return re.sub(r"\{(?:said|query|documents)\}", lambda match: values[match.group()], self.distil)
 
     def distilled(self, text: str) -> str:
         """What of the extra call's answer the policy sees."""
-        raise NotImplementedError(f"protocol {self.name!r} distils nothing")
+        return text
 
     # ------------------------------------------------------------------------------------------------------ stored text
 

@@ -47,12 +47,7 @@ class SearchO1(Protocol):
         return None
 
     def distil_prompt(self, said: str, query: str, documents: str) -> str:
-        return (
-            f"Someone reasons about a question and has searched for: {query}\n\nTheir reasoning so far:\n"
-            f"{shortened(said, self.search)}\n\nThe documents found:\n{documents}\n"
-            "Read the documents and say what in them helps the reasoning on, and nothing else. End with a line that "
-            f"begins with {MARKER}: and gives it in a few sentences, or says: {NO_INFORMATION}\n"
-        )
+        return super().distil_prompt(shortened(said, self.search), query, documents)
 
     def distilled(self, text: str) -> str:
         """What stands behind the marker; all of it where the marker is missing."""
@@ -100,6 +95,11 @@ SEARCH_O1 = SearchO1(
     stops=("search",),
     thought="",
     on_invalid="end",
-    distils=True,
+    distil=(
+        "Someone reasons about a question and has searched for: {query}\n\nTheir reasoning so far:\n{said}\n\nThe "
+        "documents found:\n{documents}\nRead the documents and say what in them helps the reasoning on, and nothing "
+        f"else. End with a line that begins with {MARKER}: and gives it in a few sentences, or says: "
+        f"{NO_INFORMATION}\n"
+    ),
     limits=Limits(max_turns=14, max_turn_tokens=2048, observation_tokens=1000, max_total_tokens=16384, topk=10),
 )

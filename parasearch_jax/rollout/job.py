@@ -61,7 +61,7 @@ class Job:
 
     def _kept_slots(self) -> int:
         """Slots of a shard that are for extra calls alone."""
-        if self.protocol is None or not self.protocol.distils:
+        if self.protocol is None or not self.protocol.distil:
             return 0
         shards = self.engine.shards
         if shards.slots < 2:
@@ -259,7 +259,7 @@ class Job:
             self._begin(slot, blocks)
         elif len(failed) == len(results):
             self._append(slot, self._notice(self.protocol.failed()))
-        elif self.protocol.distils:
+        elif self.protocol.distil:
             self._distil(run, "".join(blocks))
         else:
             self._append(slot, self._observation(blocks))
