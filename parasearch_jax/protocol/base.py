@@ -71,6 +71,7 @@ class Protocol:
     search: Tag | None = ("<search>", "</search>")
     answer: Tag | None = ("<answer>", "</answer>")
     think: Tag | None = ("<think>", "</think>")
+    plan: Tag | None = None  # a block that may stand before a thought
     docs: Tag = ("<information>", "</information>")
     stops: tuple[str, ...] = KINDS  # whose closing tag ends a turn; others are looked for when the turn has ended
     open_end: tuple[str, ...] = ()  # of which the end of a turn closes a block too

@@ -23,6 +23,7 @@ STEP_SEARCH = StepSearch(
         "results come back between <information> and </information>. When you know enough, give the answer inside "
         "<answer> and </answer> without explanation, for example <answer> Beijing </answer>. Question: {question}\n"
     ),
+    plan=("<plan>", "</plan>"),
     notice="\n<warning>That was no valid action: write one query or one answer in its tags.</warning>\n",
     last_notice="\n<warning>No search is left: answer now.</warning>\n",
     limits=Limits(max_turns=5, max_turn_tokens=800, observation_tokens=800),

@@ -69,7 +69,7 @@ def valid_by_provenance(episode: Episode, protocol: str | Protocol | None = None
     """True if every action was executed, the last of them is an answer, and thoughts are where the protocol
     (`protocol`, by default the episode's own) has them:
 
-    thought "turn"      a turn is `<think>..</think>` and a search or answer block, in that order
+    thought "turn"      a turn is `<think>..</think>` and a search or answer block, in that order, perhaps behind a plan
     thought "episode"   one thought, which the prompt may open, around all searches; then the answer
     thought ""          anywhere
 
@@ -105,7 +105,8 @@ def _turn_pattern(protocol: Protocol, action: type, first: bool) -> re.Pattern:
     opening, closing = map(re.escape, protocol.think)
     block = said.join(map(re.escape, {Search: protocol.search, Answer: protocol.answer}[action]))
     if protocol.thought == "turn":
-        return re.compile(rf"\s*{opening}{said}{closing}\s*{block}\s*", re.DOTALL)
+        plan = rf"(?:\s*{said.join(map(re.escape, protocol.plan))})?" if protocol.plan else ""
+        return re.compile(rf"{plan}\s*{opening}{said}{closing}\s*{block}\s*", re.DOTALL)
     start, end = rf"\s*{opening}" if first else "", closing if action is Answer else ""
     return re.compile(rf"{start}{said}{end}\s*{block}\s*", re.DOTALL)
 

@@ -121,7 +121,7 @@ def tokenizer_texts(recipe: Recipe, worlds: int = 60):
 def tags(protocols: Iterable[Protocol]) -> list[str]:
     """What the conversations of these have and that of `parallel` has not: a token each."""
     known = [tag for role in ROLES for tag in getattr(toy_protocol("parallel"), role)]
-    found = ["<plan>", "</plan>", "<warning>", "</warning>", "Intermediate answer:", MARKER]
+    found = ["<plan>", "</plan>", "<warning>", "</warning>", "Intermediate answer:", MARKER]  # the order of their ids
     for protocol in protocols:
         found += [tag.strip() for role in ROLES for tag in getattr(protocol, role) or ()]
     return [tag for tag in dict.fromkeys(found) if len(tag) > 1 and tag not in known]

@@ -235,7 +235,7 @@ def spoken(protocol: Protocol, said: str, query: str, answer: str, first: bool) 
     opening, closing = (protocol.search if query else protocol.answer) or ("", "\n")
     block = f"{opening} {query or answer}{closing}"
     if protocol.thought == "turn":
-        plan = f"<plan>{said}</plan>" if first and protocol.name == "step_search" else ""
+        plan = said.join(protocol.plan) if first and protocol.plan else ""
         return f"{plan}<think>{said}</think>{block}"
     if protocol.thought == "episode":
         return f"{said} {block}" if query else f"{said}</think>{block}"
