@@ -39,6 +39,8 @@ def use_protocol(config: ConfigDict, name: str) -> None:
     limits = dataclasses.asdict(get_protocol(name).limits)
     config.retriever.topk = limits.pop("topk")
     config.rollout.update(limits)
+    if not get_protocol(name).searches:
+        config.retriever.kind = "none"
 
 
 def base(name: str) -> ConfigDict:
@@ -60,9 +62,11 @@ def base(name: str) -> ConfigDict:
                 prompt="",  # template with {question}
                 prompt_file="",  # the same from a file
                 system="",  # message in front of it, in the chat form
+                distil="",  # template of the extra call, for protocols that make one
                 form="",  # "chat": the tokenizer's template, "raw": none, "auto": chat where there is a template
             ),
-            # kind "remote" asks the server at `url`, for `deadline` seconds at most; it has its own corpus and encoder.
+            # kind "none": the agent never searches; "remote" asks the server at `url`, for `deadline` seconds at most; it
+            # has its own corpus and encoder.
             retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, index="", topk=3, url="", deadline=30.0),
             reward=dict(name="parallel_search", variant="paper"),
             rollout=dict(

@@ -25,5 +25,5 @@ def get_config(arg=None):
         config.name += f"_{arg.protocol}"
         config.method = arg.protocol
         common.use_protocol(config, arg.protocol)
-        config.protocol.prompt = ""  # the small world's base was trained with one of its own
+        config.protocol.update(prompt="", distil="", form="")  # the small world's base has its own
     return config

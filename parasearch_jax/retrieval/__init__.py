@@ -14,7 +14,7 @@ from typing import Any
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval.batching import Batching
 from parasearch_jax.retrieval.corpus import Document, fingerprint, load_corpus
-from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, Retriever, checked_k
+from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, NoRetriever, Retriever, checked_k
 
 __all__ = ["Document", "LocalRetriever", "Retriever", "open_retriever"]
 
@@ -29,6 +29,7 @@ def open_retriever(config_or_directory: Mapping | str | os.PathLike, batching: B
     {"kind": "remote", "url": "http://host:8000", "deadline": 30.0, "topk": 3} asks a server (`retrieval.server`, or one
     with Search-R1's requests), for which it waits; settings of the local kind may stand beside and are not read, so
     that a configuration changes from one to the other by its kind and url.
+    {"kind": "none"} is for agents that never search.
     A directory, or {"kind": "local", "index": directory, ...}, opens what `python -m parasearch_jax.retrieval.build`
     has made (`opening.open_folder`).
     `topk` is recorded in `.info`, callers still pass k. UserError for an unknown kind, encoder or setting, a bad
@@ -167,4 +168,8 @@ def _choose(key: str, settings: dict, known: Mapping[str, Callable]) -> Callable
 
 
 ENCODERS = {"hashed": _hashed}  # name -> (passages, settings left) -> (encoder, what it adds to info)
-KINDS = {"local": _open_local, "remote": _open_remote}  # name -> (settings left, batching) -> retriever
+KINDS = {
+    "local": _open_local,
+    "remote": _open_remote,
+    "none": lambda *_: NoRetriever(),
+}  # name -> (settings left, batching) -> retriever

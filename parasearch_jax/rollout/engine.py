@@ -146,8 +146,10 @@ class Engine:
         ended, in a thread of its own, while others decode; what it raises cancels the rollout and is raised here.
         """
         protocol = get_protocol(protocol)
-        if retriever is None and protocol.searches:
-            raise ValueError(f"rollout: protocol {protocol.name!r} searches; give a retriever")
+        if protocol.searches and (retriever is None or retriever.info.get("kind") == "none"):
+            raise UserError(
+                f"protocol {protocol.name!r} searches: give a retriever, config.retriever.kind is not 'none'"
+            )
         sampling, groups = Sampling(temperature, top_p, top_k), []
         for question in questions:
             prompt, name = self.prompt(protocol, question.text), question.id
