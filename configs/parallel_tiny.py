@@ -34,7 +34,7 @@ def get_config(arg=None):
     config.data.train = str(common.TOY / "small_world" / "train.jsonl")
     config.data.test = str(common.TOY / "small_world" / "test.jsonl")
     agent = recipe.toy_protocol(arg.protocol)  # with the prompt that the base was trained with
-    config.protocol.update(name=agent.name, prompt=agent.prompt, distil=agent.distil, form="raw")
+    config.protocol.update(name=agent.name, prompt=agent.prompt, distil=agent.distil, form=agent.form)
 
     # ---- Retriever: so few dimensions that about one query in twenty misses its document.
     config.retriever.corpus = str(common.TOY / "small_world" / "corpus.jsonl")

@@ -11,6 +11,7 @@ from scripted import Fake, scripted_model
 from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import PROTOCOLS, get_protocol
+from parasearch_jax.retrieval import open_retriever
 from parasearch_jax.rollout import Answer, Engine, Episode, Invalid, Search
 from parasearch_jax.toy.tokenizer import END
 
@@ -350,6 +351,17 @@ def test_a_failed_search_needs_no_extra_call():
         source="notice",
         text="\n\n<|begin_search_result|>The search failed. Search again or answer.<|end_search_result|>\n\n",
     )
+
+
+def test_an_agent_that_never_searches_needs_no_retriever():
+    nothing = open_retriever({"kind": "none"})
+    (episode,), _ = run(CASES["direct"], nothing)
+    assert episode.answer == "paris" and nothing.info == {"kind": "none"}
+    for retriever in (nothing, None):
+        with pytest.raises(UserError, match=r"protocol 'rag' searches: give a retriever"):
+            run(CASES["rag"], retriever)
+    with pytest.raises(UserError, match="nothing can be searched"):
+        nothing.search_sync(["q"], 1)
 
 
 def test_documents_that_leave_no_room_are_refused():
