@@ -14,6 +14,7 @@ from parasearch_jax.retrieval.kinds import CODES, KINDS, Parameters, training_by
 from parasearch_jax.retrieval.retriever import Encoder
 
 GIB = 2**30
+PASSAGE = 200  # bytes of a passage in memory beside its text: a Python object of two strings (measured)
 PROGRAM = GIB  # JAX, FAISS and an encoder of base size with their buffers
 BM25 = 12  # bytes of memory a byte of text, while the scores are computed
 BM25_KEPT = 1.5  # bytes on disk a byte of text
@@ -40,6 +41,14 @@ def peak_memory() -> int:
 def memory_need(kind: str, n: int, dim: int, params: Mapping[str, int]) -> int:
     """Bytes at the worst moment of building or opening an index."""
     return PROGRAM + KINDS[kind].bytes(n, dim, params) + training_bytes(kind, n, dim, params)
+
+
+def opened_bytes(kind: str, n: int, dim: int, params: Mapping[str, int] | None = None) -> int:
+    """Memory of an index that is open: its passages, and all of bm25, stay on the disk. `params` as in its manifest;
+    None: those a build would choose."""
+    if kind == "bm25":
+        return 0
+    return KINDS[kind].bytes(n, dim, Parameters().resolved(kind, n, dim) if params is None else params)
 
 
 def check_memory(kind: str, n: int, dim: int, parameters: Parameters) -> int:
