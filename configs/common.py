@@ -46,8 +46,18 @@ def base(name: str) -> ConfigDict:
                 episodes="",  # of sft: stored ones, files or patterns with commas
             ),
             protocol=dict(name="parallel", prompt=""),  # prompt: template with {question}; empty: the protocol's own
-            # kind "remote" asks the server at `url`, for `deadline` seconds at most; it has its own corpus and encoder.
-            retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, index="", topk=3, url="", deadline=30.0),
+            retriever=dict(
+                kind="local",
+                corpus="",
+                encoder="hashed",
+                dim=512,
+                index="",
+                topk=3,
+                # kind "remote": of a server, which has its own corpus and encoder
+                url="",
+                deadline=30.0,  # seconds of a search, all tries together
+                retries=100,  # of a search at most: as many as there is time for
+            ),
             reward=dict(name="parallel_search", variant="paper"),
             rollout=dict(
                 slots=64,

@@ -99,7 +99,7 @@ def get_config(arg=None):
     config.critic_optimizer.warmup_steps = round(0.015 * updates)
 
     # ---- The machine. An 80 GB card has 79 GiB, of which the driver keeps some hundred MiB. Host memory: index
-    # 21,015,324 x 768 x 4 bytes = 60 GiB (its passages stay on the disk), and while a checkpoint is saved a copy of both
+    # 21,015,324 x 768 x 4 bytes = 60 GiB (passages stay on the disk), and while a checkpoint is saved a copy of both
     # models with Adam's moments, (7.6e9 + 7.1e9) x 12 bytes = 164 GiB; the rest is for programs and questions.
     config.mesh.fsdp = 8
     config.machine.update(device="H100", device_gib=76.0, host_gib=240.0)
