@@ -65,9 +65,18 @@ def base(name: str) -> ConfigDict:
                 distil="",  # template of the extra call, for protocols that make one
                 form="",  # "chat": the tokenizer's template, "raw": none, "auto": chat where there is a template
             ),
-            # kind "none": the agent never searches; "remote" asks the server at `url`, which has its own corpus and
-            # encoder, for `deadline` seconds at most.
-            retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, index="", topk=3, url="", deadline=30.0),
+            retriever=dict(
+                kind="local",  # "none": for agents that never search
+                corpus="",
+                encoder="hashed",
+                dim=512,
+                index="",
+                topk=3,
+                # kind "remote": of a server, which has its own corpus and encoder
+                url="",
+                deadline=30.0,  # seconds of a search, all tries together
+                retries=100,  # of a search at most: as many as there is time for
+            ),
             reward=dict(name="parallel_search", variant="paper"),
             rollout=dict(
                 slots=64,

@@ -98,7 +98,7 @@ GRPO = {  # Search-R1, scripts/nq_hotpotqa/v0.2/train_grpo.sh
     "algorithm.reward_kl": (0.0, "actor.use_kl_loss"),
     "learner.kl_coef": (0.001, "actor.kl_loss_coef"),
     "optimizer.warmup_steps": (1425, "actor.optim.lr_warmup_steps_ratio 0.285 of 500 batches of 10 updates"),
-    "machine.host_gib": (175.0, "no critic in a checkpoint"),
+    "machine.host_gib": (160.0, "no critic in a checkpoint"),
 }
 
 
