@@ -154,13 +154,15 @@ def load_question_sets(spec: str) -> list[Question]:
 def question_sets(spec: str) -> list[QuestionSet]:
     """What a spec names; reads nothing.
 
-    Raises UserError for an item that is neither a file's path nor a public set's name, and for two whose ids would get
-    the same prefix.
+    Raises UserError for an item that is neither a file's path nor a public set's name, for two whose ids would get the
+    same prefix, and for a name that results have for something else.
     """
     sets = [_parse_item(spec, item.strip()) for item in spec.split(",")]
     prefixes = Counter(each.prefix for each in sets)
     if twice := [prefix for prefix, count in prefixes.items() if count > 1]:
         raise UserError(f"questions {spec!r}: {twice[0]!r} stands for two files; give each a name: name=file.jsonl")
+    if taken := [each.name for each in sets if each.name in ("all", *KINDS)]:
+        raise UserError(f"questions {spec!r}: {taken[0]!r} is what results call another subset; give another name")
     return sets
 
 
