@@ -96,6 +96,25 @@ def test_r1_searchers_normaliser_is_a_choice():
         assert {numbers[key] for key in ("em", "f1", "cover_em", "cover_em_bag")} == {expected}
 
 
+PROMPT = "Answer the question. For example, <answer> Beijing </answer>. Question: ?\n"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "answer", "expected"),  # T01
+    [
+        ([("policy", "<think>t</think><answer> Paris </answer>")], "Paris", 1.0),
+        ([("policy", "I do not know")], None, 0.0),
+        ([turn("<search>a</search>"), ("docs", "<answer>Paris</answer>"), ("policy", "hm")], None, 0.0),
+        ([("policy", "<think>Paris</think><answer>Rome</answer>")], "Rome", 0.0),
+    ],
+)
+def test_the_answer_is_the_models_own(pairs, answer, expected):
+    episode = Episode.from_text([("prompt", PROMPT), *pairs])
+    assert episode.answer == answer
+    for golds in (("Paris",), ("Paris", "Lyon")):
+        assert summarize([episode], [Question("1", "?", golds, "single")], PARALLEL)["all"]["em"] == expected
+
+
 def test_training_batches_have_the_same_numbers_flat():
     line = rollout_metrics(EPISODES, QUESTIONS, PARALLEL)
     assert line["rollout/dr_parallel"] == 100.0

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 RESAMPLES = 2_000
+TOGETHER = 50
 LEVEL = 0.95
 
 
@@ -32,8 +33,11 @@ def _ends(drawn: np.ndarray) -> np.ndarray:
 
 def _resampled_sums(values: np.ndarray, seed: int) -> np.ndarray:
     """[RESAMPLES, columns]: the sums over as many rows, drawn with replacement."""
-    rng, n = np.random.default_rng(seed), len(values)
-    return np.stack([np.bincount(rng.integers(n, size=n), minlength=n) @ values for _ in range(RESAMPLES)])
+    rng, n, out = np.random.default_rng(seed), len(values), []
+    for _ in range(RESAMPLES // TOGETHER):  # few products of large matrices: values are read so many times
+        counts = [np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(TOGETHER)]
+        out.append(np.array(counts, np.float64) @ values)
+    return np.concatenate(out)
 
 
 @dataclasses.dataclass(frozen=True)
