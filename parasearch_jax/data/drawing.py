@@ -41,7 +41,7 @@ def shares(mix: str, questions: Sequence[Question]) -> dict[str, float]:
     """
     given: dict[str, float] = {}
     for item in mix.split(","):
-        name, _, value = item.strip().rpartition("=")
+        name, _, value = (part.strip() for part in item.rpartition("="))
         try:
             given[name] = float(value)
         except ValueError:

@@ -24,7 +24,7 @@ SPLITS = {
     "musique": {"train": 19_938, "dev": 2_417},
     "bamboogle": {"test": 125},
 }
-SUBSETS = {
+TABLE_5 = {
     "hotpotqa/dev": {"parallel": 1_487, "sequential": 5_918},
     "2wikimultihopqa/dev": {"parallel": 3_040, "sequential": 6_785},
     "multihop_rag": {"parallel": 856, "sequential": 816},
@@ -53,12 +53,12 @@ class PublicSet:
 
 PUBLIC = {
     f"{name}/{split}": PublicSet(
-        f"{name}/{split}", *FLASHRAG, f"{name}/{split}.jsonl", {"": count, **SUBSETS.get(f"{name}/{split}", {})}
+        f"{name}/{split}", *FLASHRAG, f"{name}/{split}.jsonl", {"": count, **TABLE_5.get(f"{name}/{split}", {})}
     )
     for name, splits in SPLITS.items()
     for split, count in splits.items()
 } | {
-    "multihop_rag": PublicSet("multihop_rag", *MULTIHOP_RAG, "MultiHopRAG.json", {"": 2_556, **SUBSETS["multihop_rag"]})
+    "multihop_rag": PublicSet("multihop_rag", *MULTIHOP_RAG, "MultiHopRAG.json", {"": 2_556, **TABLE_5["multihop_rag"]})
 }
 
 
