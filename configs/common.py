@@ -52,9 +52,12 @@ def base(name: str) -> ConfigDict:
             seed=0,
             model=dict(path="", dtype="float32"),  # compute dtype; parameters are fp32
             data=dict(
-                train="",  # "a.jsonl" or "nq=a.jsonl,hotpotqa=b.jsonl"
+                # Files or public sets: "a.jsonl", "nq=a.jsonl,hotpotqa=b.parquet", "nq/train", "hotpotqa/dev:parallel".
+                train="",
+                mix="",  # ratios of the sets in data.train: "nq=1,hotpotqa=3"; empty: as many as they hold
                 dev="",  # see train.eval_every
                 test="",
+                normalizer="squad",  # of EM, F1 and cover-EM in evaluations; or "r1_searcher", as its tables have them
                 episodes="",  # of sft: stored ones, files or patterns with commas
             ),
             protocol=dict(  # empty: the protocol's own

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from parasearch_jax import hosts
 from parasearch_jax.data import Question, load_question_sets
-from parasearch_jax.data.metrics import cover_em, em, f1
+from parasearch_jax.data.answers import Metric, answer_metrics
+from parasearch_jax.data.statistics import ratio_intervals
 from parasearch_jax.protocol import Protocol
 from parasearch_jax.resume import Sigterm
 from parasearch_jax.retrieval import Retriever
@@ -20,24 +23,35 @@ from parasearch_jax.rollout import Engine, Episode
 from parasearch_jax.workdir import Workdir
 from parasearch_jax.writers import Console
 
-Subsets = dict[str, dict[str, float]]  # {subset: {"n", "em", ...}}, `E` of results.json
+Subsets = dict[str, dict[str, Any]]  # {subset: {"n", "em", ...}}, `E` of results.json
 
 
 def evaluate(
-    engine: Engine, questions: Sequence[Question], protocol: Protocol, retriever: Retriever
+    engine: Engine,
+    questions: Sequence[Question],
+    protocol: Protocol,
+    retriever: Retriever,
+    normalizer: str = "squad",
 ) -> tuple[Subsets, list[Episode]]:
-    """One greedy episode of every question, and what they amount to; with several hosts each does its share."""
+    """One greedy episode of every question, and what they amount to; with several hosts each does its share.
+
+    seconds_per_question is the time of all by their number, with all slots of the engine at work.
+    """
     start = time.perf_counter()
     episodes = hosts.spread(lambda mine: engine.rollout(mine, protocol, retriever, temperature=0.0), questions)
     seconds = time.perf_counter() - start
-    subsets = summarize(episodes, questions, protocol)
+    subsets = summarize(episodes, questions, protocol, normalizer, intervals=True)
     for numbers in subsets.values():
         numbers["seconds_per_question"] = seconds / len(questions)
     return subsets, episodes
 
 
 def load_held_out(config: ConfigDict) -> dict[str, list[Question]]:
-    """The questions that a run is measured on: "test", and "dev" where `train.eval_every` asks for it."""
+    """The questions that a run is measured on: "test", and "dev" where `train.eval_every` asks for it.
+
+    Raises UserError for those, and for a `data.normalizer` that is none.
+    """
+    answer_metrics(config.data.normalizer)
     wanted = ["test", "dev"] if config.train.steps and config.train.eval_every else ["test"]
     return {split: load_question_sets(config.data[split]) for split in wanted}
 
@@ -79,9 +93,11 @@ class Evaluations:
 
     def _make(self, name: str, questions: Sequence[Question]) -> Subsets:
         engine, protocol, retriever = self._asked
-        subsets, episodes = evaluate(engine, questions, protocol, retriever)
+        normalizer = self._config.data.normalizer
+        subsets, episodes = evaluate(engine, questions, protocol, retriever, normalizer)
         engine.pop_stats()
         retriever.pop_stats()
+        em = answer_metrics(normalizer)["em"]
         exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, questions, strict=True)]
         self._work.write_episodes(name, episodes, questions, em=exact)
         self._work.write_evaluation(name, subsets)
@@ -90,38 +106,75 @@ class Evaluations:
         return subsets
 
 
-def summarize(episodes: Sequence[Episode], questions: Sequence[Question], protocol: Protocol) -> Subsets:
+def summarize(
+    episodes: Sequence[Episode],
+    questions: Sequence[Question],
+    protocol: Protocol,
+    normalizer: str = "squad",
+    intervals: bool = False,
+) -> Subsets:
     """Means over the episodes of each subset: all, each kind and each data set that occurs.
 
-    `questions[i]` belongs to `episodes[i]`. em, f1, cover_em, valid_format are in [0, 1], dr* in percent of episodes,
-    turns are model calls an episode, searches and sub_queries executed ones.
+    `questions[i]` belongs to `episodes[i]`. em, f1, cover_em (whole tokens in a row), cover_em_bag (in any order) and
+    valid_format are in [0, 1], dr* in percent of episodes, turns are model calls an episode, extra_calls those beside
+    its turns, searches and sub_queries executed ones, tokens_sampled the policy's and tokens_read those of documents
+    and notices.
+
+    With `intervals` also tool_productivity, the number of right answers by that of searches (OTC; None without any),
+    and of each number x the interval x_ci, [lower, upper]: 95 %, percentile bootstrap over questions.
     """
-    numbers = [_numbers(e, q, protocol) for e, q in zip(episodes, questions, strict=True)]
-    subsets: dict[str, list[dict]] = {"all": numbers}
+    metrics = answer_metrics(normalizer)
+    numbers = [_numbers(e, q, protocol, metrics) for e, q in zip(episodes, questions, strict=True)]
+    members: dict[str, list[int]] = {"all": list(range(len(numbers)))}
     for key in ("kind", "dataset"):
-        for question, values in zip(questions, numbers, strict=True):
+        for i, question in enumerate(questions):
             if getattr(question, key):
-                subsets.setdefault(getattr(question, key), []).append(values)
-    return {
-        name: {"n": len(rows), **{key: float(np.mean([row[key] for row in rows])) for key in rows[0]}}
-        for name, rows in subsets.items()
-    }
+                members.setdefault(getattr(question, key), []).append(i)
+    subsets = {}
+    for name, places in members.items():
+        rows = [numbers[i] for i in places]
+        subsets[name] = {"n": len(rows), **{key: float(np.mean([row[key] for row in rows])) for key in rows[0]}}
+        if intervals:
+            subsets[name] |= _intervals(rows, [(questions[i].dataset, questions[i].id) for i in places])
+    return subsets
 
 
-def _numbers(episode: Episode, question: Question, protocol: Protocol) -> dict[str, float]:
-    searches, answer, golds = episode.searches, episode.answer, question.golden_answers
+def _intervals(rows: Sequence[dict[str, float]], questions: Sequence[Hashable]) -> dict[str, Any]:
+    """tool_productivity and all intervals. Samples of one question are drawn together."""
+    place = {question: i for i, question in enumerate(dict.fromkeys(questions))}
+    owner = [place[question] for question in questions]
+    sums, counts = np.zeros((len(place), len(rows[0]))), np.zeros((len(place), 1))
+    np.add.at(sums, owner, [list(row.values()) for row in rows])
+    np.add.at(counts, owner, 1)
+    names = list(rows[0])
+    right, searches = (sums[:, [names.index(key)]] for key in ("em", "searches"))
+    numerators, denominators = np.hstack([sums, right]), np.hstack([np.repeat(counts, len(names), 1), searches])
+    ends = ratio_intervals(numerators, denominators).T.tolist()
+    out = {"tool_productivity": float(right.sum() / searches.sum()) if searches.any() else None}
+    for key, end in zip([*names, "tool_productivity"], ends, strict=True):
+        out[f"{key}_ci"] = [None if math.isnan(value) else value for value in end]
+    return out
+
+
+def _numbers(episode: Episode, question: Question, protocol: Protocol, metrics: dict[str, Metric]) -> dict[str, float]:
+    searches = episode.searches
     return {
-        "em": em(answer, golds),
-        "f1": f1(answer, golds),
-        "cover_em": cover_em(answer, golds),
+        **{name: metric(episode.answer, question.golden_answers) for name, metric in metrics.items()},
         "dr": 100.0 * any(len(s.queries) > 1 for s in searches),
         "dr_first": 100.0 * (bool(searches) and len(searches[0].queries) > 1),
         "dr_released": 100.0 * _decomposed_as_released(episode, protocol),
         "turns": episode.turns,
+        "extra_calls": len(episode.extra),
         "searches": len(searches),
         "sub_queries": sum(len(s.queries) for s in searches),
         "valid_format": float(valid_by_provenance(episode, protocol)),
+        "tokens_sampled": _tokens(episode, "policy"),
+        "tokens_read": _tokens(episode, "docs", "notice"),
     }
+
+
+def _tokens(episode: Episode, *sources: str) -> int:
+    return sum(len(segment.ids or ()) for segment in episode.segments if segment.source in sources)
 
 
 def _decomposed_as_released(episode: Episode, protocol: Protocol) -> bool:

@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from parasearch_jax.data.questions import question_files
+from parasearch_jax.data import hub
+from parasearch_jax.data.questions import public_sets, question_files
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.paths import lacks
 from parasearch_jax.retrieval import ENCODERS
@@ -98,6 +99,7 @@ def _questions(config: ConfigDict) -> Iterator[Lack]:
     for split in ("train", "dev", "test") if config.train.steps else ("test",):
         spec = config.data[split]
         absent = [str(path) for _, path in question_files(spec) if not path.is_file()] if spec else []
+        absent += filter(None, map(hub.lacks, public_sets(spec))) if spec else []
         if absent:
             yield Lack(f"data.{split}", ", ".join(absent), "data")
 

@@ -23,7 +23,8 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from parasearch_jax import hosts
-from parasearch_jax.data.questions import question_files
+from parasearch_jax.data.hub import PublicSet
+from parasearch_jax.data.questions import public_sets, question_files
 from parasearch_jax.digests import sha256_of
 from parasearch_jax.errors import UserError
 from parasearch_jax.models.paths import model_files
@@ -156,7 +157,9 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
         served = {"retriever.url": served_index(config.retriever.url)}
     if not Path(values["retriever.encoder"] or "").is_dir():  # a name, not a model's directory
         del values["retriever.encoder"]
-    return served | {leaf: _digest(leaf, _files(leaf, value)) for leaf, value in values.items() if value}
+    pinned = {leaf: public_sets(value) for leaf, value in values.items() if value and leaf in QUESTIONS}
+    found = {leaf: _digest(leaf, _files(leaf, value), pinned.get(leaf, ())) for leaf, value in values.items() if value}
+    return served | found
 
 
 def _files(leaf: str, value: str) -> list[Path]:
@@ -172,16 +175,18 @@ def _files(leaf: str, value: str) -> list[Path]:
     return sorted(file for file in path.glob("**/*") if file.is_file()) if path.is_dir() else [path]
 
 
-def _digest(leaf: str, files: Sequence[Path]) -> str:
+def _digest(leaf: str, files: Sequence[Path], pinned: Sequence[PublicSet] = ()) -> str:
+    """`pinned`: public sets, whose content their commit says: they are not read."""
     digests = []
     for path in files:
         try:
             digests.append(sha256_of(path))
         except OSError as error:
             raise UserError(f"{leaf}: {path} can't be read ({error.strerror}); check the path") from error
-    if len(digests) == 1:
+    if len(digests) == 1 and not pinned:
         return digests[0]
     lines = [f"{digest}  {path.name}\n" for digest, path in zip(digests, files, strict=True)]
+    lines += [f"{public}\n" for public in pinned]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from parasearch_jax import hosts, resume
 from parasearch_jax.data import load_question_sets
+from parasearch_jax.data.drawing import check_mix, draw
 from parasearch_jax.data.metrics import em
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model
@@ -25,7 +26,7 @@ from parasearch_jax.retrieval import open_retriever
 from parasearch_jax.rl.learner import AlgorithmConfig
 from parasearch_jax.rollout import Engine, RolloutConfig
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
-from parasearch_jax.train import draw, overrides
+from parasearch_jax.train import overrides
 from parasearch_jax.workdir import Workdir
 from parasearch_jax.writers import METRICS, Console, write_json
 
@@ -45,6 +46,7 @@ def sample(config: ConfigDict, workdir: str | Path) -> list[Path]:
         steps = range(1, config.train.steps + 1)
         if not steps:
             raise UserError("train.steps is 0: give the number of steps to sample the episodes of")
+        check_mix(config.data.mix, questions, algorithm.questions)
         mesh = make_mesh(MeshConfig(**config.mesh))
     with contextlib.ExitStack() as stack:
         work = stack.enter_context(Workdir(workdir, config))
@@ -66,7 +68,8 @@ def sample(config: ConfigDict, workdir: str | Path) -> list[Path]:
         model.params = None  # the engine has its own
         sampling = {"samples": algorithm.samples, "temperature": algorithm.temperature}
         for step in missing:
-            start, drawn = time.perf_counter(), draw(questions, config.seed, step - 1, algorithm.questions)
+            start = time.perf_counter()
+            drawn = draw(questions, config.seed, step - 1, algorithm.questions, config.data.mix)
             episodes = hosts.spread(lambda qs: engine.rollout(qs, protocol, retriever, step=step, **sampling), drawn)  # noqa: B023
             asked = [question for question in drawn for _ in range(algorithm.samples)]
             exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, asked, strict=True)]

@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from parasearch_jax import hosts, resume, rl
 from parasearch_jax.data import Question
+from parasearch_jax.data.drawing import draw
 from parasearch_jax.errors import UserError
 from parasearch_jax.evaluate import Evaluations, due_evaluations, load_held_out
 from parasearch_jax.guards import Guard, GuardConfig
@@ -37,7 +38,7 @@ from parasearch_jax.rl.update import UpdateConfig
 from parasearch_jax.rollout import Engine, Episode, RolloutConfig, Segment
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 from parasearch_jax.stored import read_stored
-from parasearch_jax.train import Timer, draw, finish, finished, overrides, profiled
+from parasearch_jax.train import Timer, finish, finished, overrides, profiled
 from parasearch_jax.workdir import Workdir
 from parasearch_jax.writers import Console
 

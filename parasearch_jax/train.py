@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from parasearch_jax import hosts, resume, rewards, rl
-from parasearch_jax.data import Question, load_question_sets
+from parasearch_jax.data import Question, load_question_sets, overlap
+from parasearch_jax.data.drawing import check_mix, draw
 from parasearch_jax.errors import UserError
 from parasearch_jax.evaluate import Evaluations, due_evaluations, load_held_out, rollout_metrics
 from parasearch_jax.guards import Guard, GuardConfig
@@ -30,7 +30,7 @@ from parasearch_jax.rollout.probe import make_probe
 from parasearch_jax.scoring import Scorer, reward_metrics
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 from parasearch_jax.workdir import Workdir, params_sha256
-from parasearch_jax.writers import Console, results_table
+from parasearch_jax.writers import Console, results_table, write_json
 
 
 def train(
@@ -62,7 +62,7 @@ def train(
         questions = load_question_sets(config.data.train) if steps else []
         held_out = load_held_out(config)
         reward.check(questions)
-        _check_settings(config, len(questions), profile)
+        _check_settings(config, questions, profile)
         mesh = make_mesh(MeshConfig(**config.mesh))
     with hosts.together():
         model = load_model(config.model.path, mesh, config.model.dtype)
@@ -73,6 +73,10 @@ def train(
         stack.enter_context(hosts.lost_is_told())
         console = Console(steps, quiet=not hosts.is_first())
         console.print(f"{config.name}: {work.path}\n{reward.describe()}\n{protocol.describe(model.tokenizer)}")
+        if steps:
+            both = overlap.find_overlap(questions, held_out)
+            hosts.on_first(lambda: write_json(work.path / "overlap.json", overlap.record(both)))
+            console.print(overlap.describe(both))
         with hosts.together():
             retriever = open_retriever(config.retriever)
         stack.callback(retriever.close_sync)
@@ -113,7 +117,7 @@ def train(
             for step in profiled(range(start + 1, steps + 1), profile, work.path):
                 # ---- Rollout: groups of episodes of one question, with the weights of the last sync. A group that has
                 # ended is scored and made into rows while others decode.
-                drawn = draw(questions, config.seed, step - 1, algorithm.questions)
+                drawn = draw(questions, config.seed, step - 1, algorithm.questions, config.data.mix)
                 scorer = Scorer(reward, drawn, algorithm.samples, memory)
                 with sigterm.interrupts(), timer("rollout"):
                     sampling = {"samples": algorithm.samples, "temperature": algorithm.temperature, "step": step}
@@ -184,6 +188,8 @@ def finish(config, work, model, state, evals, retriever, console, method, varian
         "retriever": retriever.info,
         "evals": {name: evals[name] for name in ("initial", "final") if evals.get(name)},
         "seconds": work.seconds(),
+        "slots": config.rollout.slots * jax.process_count(),  # what seconds_per_question were measured with
+        "normalizer": config.data.normalizer,
         "params_sha256": params_sha256(params),
     }
     results = hosts.from_first(lambda: results)
@@ -205,7 +211,7 @@ def _print_results(work: Workdir, results: dict[str, Any], console: Console) -> 
     console.print(f"Report: {work.path / 'report.md'}, {work.path / 'episodes.html'}")
 
 
-def _check_settings(config: ConfigDict, questions: int, profile: int | None) -> None:
+def _check_settings(config: ConfigDict, questions: Sequence[Question], profile: int | None) -> None:
     """What would otherwise show only when a batch is drawn, an episode grows long or an evaluation is due."""
     if profile is not None and not 1 <= profile <= config.train.steps:
         raise UserError(f"--profile is {profile}, the run has the steps 1 to {config.train.steps}; name one of them")
@@ -213,29 +219,17 @@ def _check_settings(config: ConfigDict, questions: int, profile: int | None) -> 
         return
     if config.train.best not in ("em", "f1", "cover_em"):
         raise UserError(f"train.best is {config.train.best!r}; use one of: em, f1, cover_em")
-    if config.algorithm.questions > questions:
+    if config.algorithm.questions > len(questions):
         raise UserError(
-            f"algorithm.questions is {config.algorithm.questions}, but {config.data.train} holds {questions} "
+            f"algorithm.questions is {config.algorithm.questions}, but {config.data.train} holds {len(questions)} "
             "questions: lower it (a question asked twice in a step gives the same samples twice)"
         )
+    check_mix(config.data.mix, questions, config.algorithm.questions)
     if max(config.train.buckets) < config.rollout.max_total_tokens:
         raise UserError(
             f"train.buckets end at {max(config.train.buckets)}, but an episode may have rollout.max_total_tokens = "
             f"{config.rollout.max_total_tokens}: add a bucket of that size (episodes are never cut)"
         )
-
-
-def draw(questions: Sequence[Question], seed: int, step: int, count: int) -> list[Question]:
-    """The questions of a step, a function of (seed, step): every epoch is a permutation of its own, none is skipped."""
-    places = range(step * count, (step + 1) * count)
-    orders: dict[int, np.ndarray] = {}
-    out = []
-    for place in places:
-        epoch, i = divmod(place, len(questions))
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(questions))
-        out.append(questions[orders[epoch][i]])
-    return out
 
 
 def engine_metrics(engine: Engine, seconds: dict[str, float]) -> dict[str, float]:

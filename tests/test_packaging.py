@@ -25,7 +25,8 @@ def test_extras_are_those_of_the_files():
     assert extras["dev"] == list(requirements("requirements-dev.txt").values())
     assert extras["serve"] == list(requirements("requirements-serve.txt").values())
     assert extras["bm25"] == list(requirements("requirements-bm25.txt").values())
-    assert {*extras["serve"], *extras["bm25"]} < set(extras["dev"])  # so that their tests run
+    assert extras["parquet"] == list(requirements("requirements-parquet.txt").values())
+    assert {*extras["serve"], *extras["bm25"], *extras["parquet"]} < set(extras["dev"])  # so that their tests run
     assert extras["cuda12"] == [requirements("requirements-cuda12.txt")["jax"]]
 
 

@@ -14,6 +14,7 @@ import pytest
 from parasearch_jax import train as training
 from parasearch_jax.checkpoint import Checkpoints
 from parasearch_jax.data import Question
+from parasearch_jax.data.drawing import draw
 from parasearch_jax.models import load_model
 from parasearch_jax.protocol.parallel import PARALLEL
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
@@ -59,7 +60,11 @@ def test_work_directory_holds_what_the_contract_names(run):
     for evaluation in results["evals"].values():
         assert {"all", "parallel", "sequential", "single"} == set(evaluation)
         assert evaluation["all"]["n"] == 12  # always the whole set
-        assert all(tuple(numbers) == SUBSET for numbers in evaluation.values())
+        for numbers in evaluation.values():
+            assert set(SUBSET) <= set(numbers)
+            low, high = numbers["em_ci"]
+            assert low <= numbers["em"] <= high
+    assert (results["slots"], results["normalizer"]) == (8, "squad")
     assert re.fullmatch("[0-9a-f]{64}", results["retriever"]["corpus_sha256"]) and results["retriever"]["topk"] == 1
     for name in ("report.md", "episodes.html", "tensorboard", "model/model.safetensors", "model/tokenizer.json"):
         assert (workdir / name).exists(), name
@@ -152,10 +157,31 @@ def test_an_empty_prompt_is_the_protocols_own(tmp_path):
         assert record["question"] in record["segments"][0]["text"]
 
 
+def test_an_evaluation_between_two_steps_changes_nothing_in_the_second(run, tmp_path):
+    config, workdir, results = run
+    config = small(tmp_path, **{"train.eval_every": 1})
+    config.data.dev = config.data.train
+    other = training.train(config, workdir=tmp_path / "work")
+    assert (tmp_path / "work" / "evals" / "dev_step_000001.json").exists()
+    assert other["params_sha256"] == results["params_sha256"]
+    second = [read_episodes(path / "episodes" / "step_000002.jsonl") for path in (workdir, tmp_path / "work")]
+    assert second[0] == second[1]
+
+
+def test_overlap_is_told_at_the_start_and_written(run, tmp_path, capsys):
+    _config, workdir, _ = run
+    assert json.loads((workdir / "overlap.json").read_text()) == {"test": {"n": 12, "shared": []}}
+    config = small(tmp_path, **{"train.steps": 1})
+    config.data.test = config.data.train
+    training.train(config, workdir=tmp_path / "work")
+    assert "data.test: 30 of 30 questions are in data.train too: see overlap.json" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "work" / "overlap.json").read_text())["test"]["shared"]) == 30
+
+
 def test_draw_is_a_function_of_the_step_and_skips_nothing():
     questions = [Question(str(i), "?", ("x",)) for i in range(7)]
-    drawn = [q.id for step in range(7) for q in training.draw(questions, 0, step, 3)]
+    drawn = [q.id for step in range(7) for q in draw(questions, 0, step, 3)]
     assert [sorted(drawn[i : i + 7]) for i in (0, 7, 14)] == [[str(i) for i in range(7)]] * 3  # three epochs
     assert drawn[:7] != drawn[7:14]
-    assert [q.id for q in training.draw(questions, 0, 4, 3)] == drawn[12:15]
-    assert [q.id for q in training.draw(questions, 1, 0, 7)] != drawn[:7]
+    assert [q.id for q in draw(questions, 0, 4, 3)] == drawn[12:15]
+    assert [q.id for q in draw(questions, 1, 0, 7)] != drawn[:7]

@@ -80,3 +80,10 @@ def cover_em(prediction: str | None, golds: str | Iterable[str]) -> float:
     predicted = f" {normalize(prediction or '')} "
     normalized = (normalize(gold) for gold in golden_list(golds))
     return float(any(gold and f" {gold} " in predicted for gold in normalized))
+
+
+def cover_em_bag(prediction: str | None, golds: str | Iterable[str]) -> float:
+    """1.0 if every token of a normalised golden answer is one of the prediction's, in any order."""
+    predicted = set(normalize(prediction or "").split())
+    normalized = (set(normalize(gold).split()) for gold in golden_list(golds))
+    return float(any(gold and gold <= predicted for gold in normalized))

@@ -160,6 +160,7 @@ def test_files_of_a_spec():
         ("nq=", "'nq=' names no file"),
         ("nq/train.jsonl,hotpotqa/train.jsonl", "'train' stands for two files; give each a name"),
         ("nq=a.jsonl,nq=b.jsonl", "'nq' stands for two files"),
+        ("parallel=a.jsonl", "'parallel' is what results call another subset"),
     ],
 )
 def test_a_spec_that_names_no_file_or_one_name_twice(spec, message):
