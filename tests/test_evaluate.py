@@ -52,6 +52,7 @@ def test_means_by_hand():
             "dr_first": 25.0,  # the second episode splits its second search
             "dr_released": 75.0,  # the tags in a document count there: all episodes that saw one
             "turns": 9 / 4,
+            "extra_calls": 0.0,
             "searches": 4 / 4,  # the unexecuted search of the last turn is none
             "sub_queries": (2 + 4 + 0 + 1) / 4,
             "valid_format": 2 / 4,
