@@ -65,8 +65,8 @@ def base(name: str) -> ConfigDict:
                 distil="",  # template of the extra call, for protocols that make one
                 form="",  # "chat": the tokenizer's template, "raw": none, "auto": chat where there is a template
             ),
-            # kind "none": the agent never searches; "remote" asks the server at `url`, for `deadline` seconds at most; it
-            # has its own corpus and encoder.
+            # kind "none": the agent never searches; "remote" asks the server at `url`, for `deadline` seconds at most;
+            # it has its own corpus and encoder.
             retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, index="", topk=3, url="", deadline=30.0),
             reward=dict(name="parallel_search", variant="paper"),
             rollout=dict(

@@ -26,6 +26,7 @@ def test_extras_are_those_of_the_files():
     assert extras["serve"] == list(requirements("requirements-serve.txt").values())
     assert extras["bm25"] == list(requirements("requirements-bm25.txt").values())
     assert {*extras["serve"], *extras["bm25"]} < set(extras["dev"])  # so that their tests run
+    assert extras["notebooks"] == list(requirements("requirements-notebooks.txt").values())
     assert extras["cuda12"] == [requirements("requirements-cuda12.txt")["jax"]]
 
 
