@@ -194,10 +194,9 @@ def _share_initial(config: ConfigDict, work: Path, children: set) -> dict[Path, 
         if not (path / "results.json").exists():
             row = Row({}, 0, path)
             raise UserError(f"the evaluation before training failed: {_last_line(row)} ({path / LOG})")
-    return {path / f"{folder}/final.{kind}": f"{folder}/initial.{kind}" for folder, kind in FILES.items()}
+    files = [file for folder in ("evals", "episodes") for file in (path / folder).glob("final*")]
+    return {file: f"{file.parent.name}/{file.name.replace('final', 'initial')}" for file in files}
 
-
-FILES = {"evals": "json", "episodes": "jsonl"}
 
 # --------------------------------------------------------------------------------------------------- where rows run
 
