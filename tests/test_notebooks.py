@@ -64,3 +64,17 @@ def test_rollout_walkthrough_follows_the_engine(tmp_path, monkeypatch):
     difference, count, sampled, accepted, name, queries = found
     assert difference < 1e-4 and count == sampled > 0
     assert accepted and name == "end of the turn" and queries > 0
+
+
+@pytest.mark.slow
+def test_table4_reads_its_sweep(tmp_path, monkeypatch):
+    values = "[len(settings), [len(seeds[0]) for seeds in settings.values()], lines[2:]]"
+    notebook, (count, steps, rows) = executed("table4.ipynb", tmp_path, monkeypatch, values)
+    assert (count, steps) == (2, [3, 3])
+    # ParallelSearch, Eq. 3-7, at (0.15, 0.35): one split search, two plain ones or more, one plain search.
+    assert rows[0] == "| 0.15 | 0.35 | 1 split | 2 plain, 3 plain | 1 plain |"
+    assert any(
+        "| 0.15 | 0.35 | 1 |" in str(output.get("data"))
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    )

@@ -15,7 +15,7 @@ import table4
 
 from parasearch_jax import sweep as sweeps
 from parasearch_jax.errors import UserError
-from parasearch_jax.sweep import grid, make_sweep, rows_of, sweep
+from parasearch_jax.sweep import grid, make_sweep, read_rows, rows_of, sweep
 from parasearch_jax.tables import write_tables
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +135,9 @@ def test_a_failed_row_is_named_and_run_again(tmp_path, monkeypatch, capsys):
     broken.clear()
     assert all(row.finished for row in sweep(config, work))
     assert ran[3:] == ["lambda_d=0.5,seed=0"] and "| 0.5 | 1 |" in capsys.readouterr().out
+    assert [row.name for row in read_rows(work)] == ["lambda_d=0.0,seed=0", "lambda_d=0.5,seed=0"]
+    with pytest.raises(UserError, match="is no sweep's work directory"):
+        read_rows(tmp_path)
     other = config_of([{"reward.lambda_d": 0.0}], tmp_path)
     other.base.train.steps = 2
     with pytest.raises(UserError, match="holds a sweep over another configuration"):
