@@ -42,6 +42,11 @@ def main(argv: list[str]) -> None:
         config.lock()
     except OSError as error:  # ml_collections keeps the failure to load a file until the first use
         raise UserError(" ".join(str(error).split())) from error
+    if "sweep" in config:
+        from parasearch_jax.sweep import sweep
+
+        sweep(config, WORKDIR.value or default_workdir(config))
+        return
     if SAMPLE.value:
         config.name += "_sample"  # so another work directory than the run's
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save

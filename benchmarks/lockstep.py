@@ -25,7 +25,7 @@ from parasearch_jax.protocol import Protocol
 from parasearch_jax.retrieval import Retriever
 from parasearch_jax.rollout import Episode, RolloutConfig, stops
 from parasearch_jax.rollout.engine import _run_number
-from parasearch_jax.rollout.observation import build_observation
+from parasearch_jax.rollout.observation import build_observation, document_blocks
 from parasearch_jax.rollout.sampler import Sampling
 from parasearch_jax.rollout.shards import Row, Shards
 from parasearch_jax.rollout.sizes import Sizes, holding
@@ -273,7 +273,9 @@ class LockStep:
             action, segments = m.episode.actions[-1], m.episode.segments
             if isinstance(action, Search):
                 documents = [next(found) for _ in action.queries]
-                text, ids, _ = build_observation(protocol, self.tokenizer, documents, budget, variant)
+                text, ids, _ = build_observation(
+                    protocol, self.tokenizer, document_blocks(protocol, documents), budget, variant
+                )
                 segment = Segment("docs", text, tuple(ids))
             else:
                 segment = Segment("notice", protocol.notice, tuple(self._encode(protocol.notice)))

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from parasearch_jax.data import Question, load_questions
 from parasearch_jax.models import Model, decoder, load_model
 from parasearch_jax.models.decoder import DecoderConfig
-from parasearch_jax.protocol import Parsed, Protocol, get_protocol
+from parasearch_jax.protocol import Parsed, Protocol, Turn, get_protocol
 from parasearch_jax.retrieval import Document, Retriever, open_retriever
 from parasearch_jax.rollout import Answer, RolloutConfig, Search
 from parasearch_jax.rollout.engine import _run_number
@@ -166,8 +166,8 @@ class Scripted(Protocol):
 
     turns: int = 3
 
-    def parse(self, text: str, segment: int = 0) -> Parsed:
-        super().parse(text, segment)  # its time belongs to a turn
+    def parse(self, text: str, segment: int = 0, turn: Turn | None = None) -> Parsed:
+        super().parse(text, segment, turn)  # its time belongs to a turn
         span = (segment, 0, len(text))
         if segment // 2 == self.turns - 1:  # prompt, policy, docs, policy, docs, policy
             return Parsed(Answer(text.strip(), span), len(text))

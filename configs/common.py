@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from parasearch_jax import toy
 from parasearch_jax.errors import UserError
+from parasearch_jax.protocol import get_protocol
 
 ADAMW = dict(warmup_steps=0, zero_start=False, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.999, mu_dtype="float32")
 TOY = Path(toy.__file__).parent
@@ -31,6 +33,16 @@ def parse_arg(arg: str | None, **defaults):
     return out
 
 
+def use_protocol(config: ConfigDict, name: str) -> None:
+    """Sets the agent's conversation, and the limits it was published with."""
+    config.protocol.name = name
+    limits = dataclasses.asdict(get_protocol(name).limits)
+    config.retriever.topk = limits.pop("topk")
+    config.rollout.update(limits)
+    if not get_protocol(name).searches:
+        config.retriever.kind = "none"
+
+
 def base(name: str) -> ConfigDict:
     """Every leaf, with the values of the papers' released scripts where they have one (source in the comments)."""
     return ConfigDict(
@@ -48,9 +60,26 @@ def base(name: str) -> ConfigDict:
                 normalizer="squad",  # of EM, F1 and cover-EM in evaluations; or "r1_searcher", as its tables have them
                 episodes="",  # of sft: stored ones, files or patterns with commas
             ),
-            protocol=dict(name="parallel", prompt=""),  # prompt: template with {question}; empty: the protocol's own
-            # kind "remote" asks the server at `url`, for `deadline` seconds at most; it has its own corpus and encoder.
-            retriever=dict(kind="local", corpus="", encoder="hashed", dim=512, index="", topk=3, url="", deadline=30.0),
+            protocol=dict(  # empty: the protocol's own
+                name="parallel",
+                prompt="",  # template with {question}
+                prompt_file="",  # the same from a file
+                system="",  # message in front of it, in the chat form
+                distil="",  # template of the extra call, for protocols that make one
+                form="",  # "chat": the tokenizer's template, "raw": none, "auto": chat where there is a template
+            ),
+            retriever=dict(
+                kind="local",  # "none": for agents that never search
+                corpus="",
+                encoder="hashed",
+                dim=512,
+                index="",
+                topk=3,
+                # kind "remote": of a server, which has its own corpus and encoder
+                url="",
+                deadline=30.0,  # seconds of a search, all tries together
+                retries=100,  # of a search at most: as many as there is time for
+            ),
             reward=dict(name="parallel_search", variant="paper"),
             rollout=dict(
                 slots=64,

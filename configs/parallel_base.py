@@ -99,10 +99,10 @@ def get_config(arg=None):
     config.critic_optimizer.warmup_steps = round(0.015 * updates)
 
     # ---- The machine. An 80 GB card has 79 GiB, of which the driver keeps some hundred MiB. Host memory: index
-    # 21,015,324 x 768 x 4 bytes = 60 GiB, passages as Python strings 19 GiB, and while a checkpoint is saved a copy of
-    # both models with Adam's moments, 2 x 7.6e9 x 12 bytes = 170 GiB; with the questions about 255 GiB.
+    # 21,015,324 x 768 x 4 bytes = 60 GiB (passages stay on the disk), and while a checkpoint is saved a copy of both
+    # models with Adam's moments, (7.6e9 + 7.1e9) x 12 bytes = 164 GiB; the rest is for programs and questions.
     config.mesh.fsdp = 8
-    config.machine.update(device="H100", device_gib=76.0, host_gib=260.0)
+    config.machine.update(device="H100", device_gib=76.0, host_gib=240.0)
     _setup(config, model)
 
     for part in ("instruct", "released", "eval"):
@@ -142,7 +142,7 @@ def _setup(config, model: str):
     """How to get everything; preflight.py prints the commands of what is absent. `hf` comes with requirements.txt."""
     files = [f"{split}.jsonl" for split in TRAIN + TEST]
     config.setup.machine = (
-        "8 x H100 80 GB in one host with 260 GiB of memory. GPUs that JAX does not see:\n"
+        "8 x H100 80 GB in one host with 240 GiB of memory. GPUs that JAX does not see:\n"
         "pip install -r requirements-cuda12.txt"
     )
     config.setup.model = f"hf download Qwen/{model} --local-dir models/{model} # 15 GB"

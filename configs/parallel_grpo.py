@@ -26,9 +26,9 @@ def get_config(arg=None):
     config.optimizer.lr = 1e-6
     config.optimizer.warmup_steps = round(0.285 * config.train.steps * config.algorithm.updates)
 
-    # One model in a checkpoint instead of two: 85 GiB less than in parallel_base.py.
-    config.machine.host_gib = 175.0
-    config.setup.machine = config.setup.machine.replace("260 GiB", "175 GiB")
+    # One model in a checkpoint instead of two: 79 GiB less than in parallel_base.py.
+    config.machine.host_gib = 160.0
+    config.setup.machine = config.setup.machine.replace("240 GiB", "160 GiB")
     config.setup.instead = (
         "python launch.py --config=configs/parallel_tiny.py        # the same method on two CPU cores, minutes\n"
         "python launch.py --config=configs/parallel_tiny.py:smoke  # the same in short"

@@ -5,6 +5,8 @@ r"""ParallelSearch on the small world: a model of a million parameters learns to
     python launch.py --config=configs/parallel_tiny.py:reinforce_pp
     python launch.py --config=configs/parallel_tiny.py:smoke      # the same in short; :ppo,smoke too
     python launch.py --config=configs/parallel_tiny.py:eval       # evaluate the base only
+    python launch.py --config=configs/parallel_tiny.py:protocol=r1_searcher,reward=r1_searcher_stage2,reinforce_pp
+                                                                  # another agent, another reward (docs/protocols.md)
 
 Two CPU cores, nothing else running: GRPO 203 s, PPO 279 s (seed 0). Greedy, test set, three seeds: parallel DR 0 ->
 100 %, turns 3.07 -> 2.00, EM 97.5 -> 96.9 to 99.4 % (PPO 96.6 to 99.1 %); single and sequential EM 97 -> 99 %, DR 0 %
@@ -16,9 +18,13 @@ KV cache, the ParallelSearch reward (Eq. 3-7), GRPO or PPO with the document-tok
 
 import common
 
+from parasearch_jax.toy import recipe
+
 
 def get_config(arg=None):
-    arg = common.parse_arg(arg, ppo=False, reinforce_pp=False, smoke=False, eval=False, seed=0)
+    arg = common.parse_arg(
+        arg, ppo=False, reinforce_pp=False, protocol="parallel", reward="", smoke=False, eval=False, seed=0
+    )
     config = common.base("parallel_tiny")
     config.method = "parallel_search"
     config.seed = arg.seed
@@ -27,7 +33,8 @@ def get_config(arg=None):
     config.model.path = str(common.TOY / "base")
     config.data.train = str(common.TOY / "small_world" / "train.jsonl")
     config.data.test = str(common.TOY / "small_world" / "test.jsonl")
-    config.protocol.prompt = "Question: {question}\n"  # the one the base was trained with
+    agent = recipe.toy_protocol(arg.protocol)  # with the prompt that the base was trained with
+    config.protocol.update(name=agent.name, prompt=agent.prompt, distil=agent.distil, form=agent.form)
 
     # ---- Retriever: so few dimensions that about one query in twenty misses its document.
     config.retriever.corpus = str(common.TOY / "small_world" / "corpus.jsonl")
@@ -44,6 +51,8 @@ def get_config(arg=None):
 
     # ---- Reward: the constants of ParallelSearch's released experiment.
     config.reward.update(lambda_d=0.15, lambda_s=0.35, lambda_f=0.1, alpha=3.0)
+    if arg.reward:
+        config.reward = dict(name=arg.reward, variant="paper")
 
     # ---- GRPO: 32 questions of 8 samples a step. With half of them, and Search-R1's KL coefficient of 0.001, one seed
     # of three lost 3.8 points of EM on parallel: the comparison of two cities drifted to "same".
@@ -72,6 +81,9 @@ def get_config(arg=None):
         config.algorithm.update(name="reinforce_pp", reward_kl=0.01)
         config.learner.kl_coef = 0.0
 
+    for given in (arg.protocol.replace("parallel", ""), arg.reward):
+        config.name += f"_{given}" if given else ""
+    config.rollout.max_turns = min(config.rollout.max_turns, agent.limits.max_turns)
     if arg.smoke:
         config.name += "_smoke"
         config.train.steps = 3

@@ -116,8 +116,9 @@ def summarize(
     """Means over the episodes of each subset: all, each kind and each data set that occurs.
 
     `questions[i]` belongs to `episodes[i]`. em, f1, cover_em (whole tokens in a row), cover_em_bag (in any order) and
-    valid_format are in [0, 1], dr* in percent of episodes, turns are model calls an episode, searches and sub_queries
-    executed ones, tokens_sampled the policy's and tokens_read those of documents and notices.
+    valid_format are in [0, 1], dr* in percent of episodes, turns are model calls an episode, extra_calls those beside
+    its turns, searches and sub_queries executed ones, tokens_sampled the policy's and tokens_read those of documents
+    and notices.
 
     With `intervals` also tool_productivity, the number of right answers by that of searches (OTC; None without any),
     and of each number x the interval x_ci, [lower, upper]: 95 %, percentile bootstrap over questions.
@@ -161,8 +162,9 @@ def _numbers(episode: Episode, question: Question, protocol: Protocol, metrics: 
         **{name: metric(episode.answer, question.golden_answers) for name, metric in metrics.items()},
         "dr": 100.0 * any(len(s.queries) > 1 for s in searches),
         "dr_first": 100.0 * (bool(searches) and len(searches[0].queries) > 1),
-        "dr_released": 100.0 * _decomposed_as_released(episode),
+        "dr_released": 100.0 * _decomposed_as_released(episode, protocol),
         "turns": episode.turns,
+        "extra_calls": len(episode.extra),
         "searches": len(searches),
         "sub_queries": sum(len(s.queries) for s in searches),
         "valid_format": float(valid_by_provenance(episode, protocol)),
@@ -175,10 +177,13 @@ def _tokens(episode: Episode, *sources: str) -> int:
     return sum(len(segment.ids or ()) for segment in episode.segments if segment.source in sources)
 
 
-def _decomposed_as_released(episode: Episode) -> bool:
+def _decomposed_as_released(episode: Episode, protocol: Protocol) -> bool:
     """Any `##` between search tags anywhere behind the prompt, as ParallelSearch's `infer_batch.py` counts."""
-    blocks = re.findall(r"<search>(.*?)</search>", episode.response, re.DOTALL)
-    return any("##" in block for block in blocks)
+    if protocol.search is None:
+        return False
+    opening, closing = map(re.escape, protocol.search)
+    blocks = re.findall(f"{opening}(.*?){closing}", episode.response, re.DOTALL)
+    return any((protocol.separator or "##") in block for block in blocks)
 
 
 def rollout_metrics(episodes: Sequence[Episode], questions: Sequence[Question], protocol: Protocol) -> dict[str, float]:

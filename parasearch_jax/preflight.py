@@ -106,7 +106,7 @@ def _questions(config: ConfigDict) -> Iterator[Lack]:
 
 def _retriever(config: ConfigDict) -> Iterator[Lack]:
     settings = config.retriever
-    if settings.kind == "remote":  # the files are its server's
+    if settings.kind != "local":  # the files are its server's, or there are none
         return
     if settings.corpus and not Path(settings.corpus).exists():
         yield Lack("retriever.corpus", settings.corpus, "corpus")

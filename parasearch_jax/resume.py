@@ -49,6 +49,7 @@ MAY_DIFFER = frozenset(
         "setup",  # how to get what is missing
         "retriever.url",  # where a server listens; what it searches is one of the inputs
         "retriever.deadline",
+        "retriever.retries",
     }
 )
 QUESTIONS = ("data.train", "data.dev", "data.test")

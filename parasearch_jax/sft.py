@@ -154,7 +154,7 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
 
 def to_episode(record: dict, engine: Engine, protocol: Protocol) -> Episode:
     """A stored episode as this model reads it, see the top of this file. With log-probs of 0: none are needed."""
-    text, ids = engine.prompt(protocol.render_prompt(record["question"]))
+    text, ids = engine.prompt(protocol, record["question"])
     segments = [Segment("prompt", text, tuple(ids))]
     for segment in record["segments"][1:]:
         source, ids = segment["source"], tuple(engine.encode(segment["text"]))

@@ -95,7 +95,7 @@ def to_question(record: Mapping) -> Question:
 def to_episode(record: Mapping, protocol: str | Protocol) -> Episode:
     """The episode of a record, from its texts, to be scored again (see `Episode.from_text`)."""
     pairs = [(segment["source"], segment["text"]) for segment in record["segments"]]
-    episode = Episode.from_text(pairs, protocol)
+    episode = Episode.from_text(pairs, protocol, record["question"])
     episode.question_id, episode.sample = record["id"], record.get("sample", 0)
     episode.stop_reason = record.get("stop_reason", episode.stop_reason)
     return episode

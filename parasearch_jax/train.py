@@ -72,7 +72,7 @@ def train(
         work = stack.enter_context(Workdir(path, config, reward_fn))
         stack.enter_context(hosts.lost_is_told())
         console = Console(steps, quiet=not hosts.is_first())
-        console.print(f"{config.name}: {work.path}\n{reward.describe()}")
+        console.print(f"{config.name}: {work.path}\n{reward.describe()}\n{protocol.describe(model.tokenizer)}")
         if steps:
             both = overlap.find_overlap(questions, held_out)
             hosts.on_first(lambda: write_json(work.path / "overlap.json", overlap.record(both)))

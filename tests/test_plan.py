@@ -30,6 +30,7 @@ from parasearch_jax.plan.devices import DEVICES, GIB, find_device
 from parasearch_jax.plan.memory import AT_WORK, PARTS, PHASES, by_arithmetic, cell_bytes, total
 from parasearch_jax.plan.report import Plan, page
 from parasearch_jax.plan.run import model_shape, read_corpus, read_run
+from parasearch_jax.retrieval.build import main as build
 from parasearch_jax.sharding import rules
 from parasearch_jax.sharding.mesh import MeshConfig
 
@@ -277,8 +278,9 @@ def test_shapes_come_from_files_or_else_by_name(tmp_path, monkeypatch):
 
 def test_a_corpus_is_counted_or_left_out(tmp_path):
     config = parallel_tiny.get_config().retriever
-    corpus = read_corpus(config)
-    assert corpus.passages == len(Path(config.corpus).read_text().splitlines()) and corpus.width == 32
+    corpus, text = read_corpus(config), Path(config.corpus).read_bytes()
+    assert corpus.passages == text.count(b"\n") and corpus.width == 32
+    assert corpus.index_bytes == 4 * 32 * corpus.passages and corpus.text_bytes == len(text) + 200 * corpus.passages
     wiki = parallel_base.get_config().retriever
     assert read_corpus(wiki).index_bytes == 21015324 * 768 * 4
     assert read_corpus(changed(wiki, corpus="nowhere/x.jsonl")).index_bytes is None
@@ -286,6 +288,37 @@ def test_a_corpus_is_counted_or_left_out(tmp_path):
     shape |= {"model_type": "bert", "intermediate_size": 8, "max_position_embeddings": 8}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert read_corpus(changed(wiki, encoder=str(tmp_path))).width == 24
+
+
+def test_an_index_that_is_not_built_is_of_the_kind_that_its_path_says():
+    """wiki-18: n (4 D + 8) and 18,337 centres; n (D / 8 + 8), centres and tables of codes; a graph of 32 links."""
+    n, D, nlist, wiki = 21015324, 768, 18337, parallel_base.get_config().retriever
+    expected = {
+        "flat": 4 * n * D,
+        "ivf": n * (4 * D + 8) + 4 * nlist * D,
+        "ivfpq": n * (96 + 8) + 4 * D * (nlist + 256) + 4 * 256 * 96 * nlist,
+        "hnsw": n * (4 * D + 276),
+        "bm25": 0,  # on the disk
+    }
+    for kind, size in expected.items():
+        corpus = read_corpus(changed(wiki, index=f"data/wiki-18/e5/{kind}"))
+        assert (corpus.index_bytes, corpus.text_bytes) == (size, 0), kind
+    held = read_corpus(changed(wiki, index=""))
+    assert (held.index_bytes, held.text_bytes) == (expected["flat"], 14 * 10**9 + 200 * n)
+
+
+def test_an_index_that_is_built_is_counted_by_its_manifest(tmp_path):
+    config = parallel_tiny.get_config().retriever
+    for kind, more in (("flat", []), ("ivf", ["--nlist=5"]), ("bm25", [])):
+        encoder = [] if kind == "bm25" else ["--encoder=hashed", "--setting=dim=16"]
+        build([f"--corpus={config.corpus}", f"--index={kind}", f"--out={tmp_path}", *encoder, *more])
+    # What the configuration says besides is not what is opened.
+    n, told = read_corpus(config).passages, {"corpus": "absent", "encoder": "", "dim": 512}
+    sizes = {"flat": 64 * n, "ivf": (64 + 8) * n + 64 * 5, "bm25": 0}
+    for kind, size in sizes.items():
+        corpus = read_corpus(changed(config, index=str(tmp_path / kind), **told))
+        assert (corpus.passages, corpus.index_bytes, corpus.text_bytes) == (n, size, 0), kind
+        assert str(tmp_path / kind) in corpus.source
 
 
 @pytest.mark.parametrize(
@@ -313,7 +346,7 @@ def test_memory_that_jax_takes(monkeypatch):
     assert plan.memory_fraction(config) == pytest.approx((79.6 - 3.5) / 79.6)
     shared = parallel_base.get_config()
     with shared.retriever.unlocked():
-        shared.retriever.device = "cuda"
+        shared.retriever.device = "gpu"
     index = 21015324 * 768 * 4 / 8 / GIB
     assert plan.memory_fraction(shared) == pytest.approx((79.6 - 3.5 - index) / 79.6)
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):

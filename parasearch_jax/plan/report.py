@@ -17,7 +17,6 @@ from parasearch_jax.plan.run import Run
 
 APART = 0.2  # from here on two columns differ
 HOST_DEVICES = 8  # of one host, at most
-PASSAGE = 200  # bytes of a passage beside its text: a Python object of two strings (measured)
 
 # Why the compiled column of a part may lie apart from its arithmetic.
 _CHOICE = "how many of its arrays live at one time is the compiler's choice"
@@ -147,7 +146,7 @@ def _host(run: Run) -> Iterator[str]:
     hosts, corpus = -(-run.mesh.size // HOST_DEVICES), run.corpus
     parts = {
         "index": 0 if corpus.on_gpu else corpus.index_bytes or 0,
-        "passages": (corpus.text or 0) + PASSAGE * (corpus.passages or 0),
+        "passages": corpus.text_bytes,
     }
     if run.steps:
         state = by_arithmetic(run).parts

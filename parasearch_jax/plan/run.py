@@ -16,6 +16,8 @@ from parasearch_jax.models.shapes import SHAPES, named_shape
 from parasearch_jax.models.weights import load_config, read_json
 from parasearch_jax.plan.devices import Device, find_device
 from parasearch_jax.retrieval import ENCODERS
+from parasearch_jax.retrieval.folder import damaged, read_manifest
+from parasearch_jax.retrieval.opening import INDEXES, find_index, is_built
 from parasearch_jax.rl.learner import AlgorithmConfig
 from parasearch_jax.rl.optim import OptimConfig
 from parasearch_jax.rl.update import UpdateConfig
@@ -30,17 +32,14 @@ _SAMPLE = 2**20  # bytes of a corpus whose lines are counted
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Of the retriever. `passages` and `text` (bytes of the file) are None where nothing tells them; so is `width`."""
+    """What the retriever holds in this process. None where nothing tells it."""
 
     passages: int | None
-    text: int | None
-    width: int | None
+    width: int | None  # numbers of a vector
+    index_bytes: int | None
+    text_bytes: int  # of passages in memory: those of a built index are read from the disk as they are found
     on_gpu: bool
     source: str
-
-    @property
-    def index_bytes(self) -> int | None:
-        return None if self.passages is None or self.width is None else self.passages * self.width * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,16 +167,36 @@ def _by_name(path: str, dtype: str, absent: UserError) -> tuple[DecoderConfig, s
 def read_corpus(settings: ConfigDict) -> Corpus:
     """From files where they are here, else by name; a corpus that nothing tells of is told to be left out."""
     if settings.get("kind") == "remote":
-        return Corpus(None, None, None, False, f"searched by the server at {settings.url}: left out")
-    path, on_gpu = Path(settings.get("corpus") or ""), settings.get("device", "cpu") in ("gpu", "cuda")
+        return Corpus(None, None, None, 0, False, f"searched by the server at {settings.url}: left out")
+    from parasearch_jax.retrieval import needs  # imports FAISS
+
+    on_gpu, index = settings.get("device", "cpu") == "gpu", settings.get("index")
+    if index and is_built(index):
+        return _built(find_index(index), on_gpu)
+    path, width = Path(settings.get("corpus") or ""), _width(settings)
     if path.is_file():
         passages, text, source = _lines(path), path.stat().st_size, str(path)
     elif path.parent.name in CORPORA:
         passages, text = CORPORA[path.parent.name]
         source = f"{path.parent.name} by its name: there is no {path} here"
     else:
-        passages, text, source = None, None, f"there is no {path} here: left out"
-    return Corpus(passages, text, _width(settings), on_gpu, source)
+        return Corpus(None, width, None, 0, on_gpu, f"there is no {path} here: left out")
+    kind = Path(index or "").name if Path(index or "").name in INDEXES else "flat"
+    source += f"; index {kind}, not built yet" if index else "; encoded at the start, all in memory"
+    held = 0 if index else text + needs.PASSAGE * passages
+    size = needs.opened_bytes(kind, passages, width) if width or kind == "bm25" else None
+    return Corpus(passages, width, size, held, on_gpu, source)
+
+
+def _built(folder: Path, on_gpu: bool) -> Corpus:
+    from parasearch_jax.retrieval import needs
+
+    manifest = read_manifest(folder)
+    with damaged(folder):
+        kind, params, passages = manifest["index"], manifest["parameters"], manifest["passages"]["count"]
+        width = None if kind == "bm25" else read_manifest(folder.parent / "embeddings")["dim"]
+        size = needs.opened_bytes(kind, passages, width or 0, params)
+    return Corpus(passages, width, size, 0, on_gpu, f"{folder}, {passages:,} passages")
 
 
 def _lines(path: Path) -> int:

@@ -1,4 +1,7 @@
-"""ParallelSearch (arXiv 2508.09303): Search-R1's tags, with `##` between independent sub-queries of one search."""
+"""ParallelSearch (arXiv 2508.09303): Search-R1's tags, with `##` between independent sub-queries of one search.
+
+Search-R1 with the parallel prompt (Table 3) is a Search-R1 checkpoint evaluated with this protocol.
+"""
 
 from parasearch_jax.protocol.base import Protocol
 
@@ -12,4 +15,5 @@ PARALLEL = Protocol(
         "<search> part 1 ## part 2 </search>. When you need nothing more, give the answer inside <answer> and "
         "</answer> without explanation, for example <answer> Beijing </answer>. Question: {question}\n"
     ),
+    separator="##",
 )

@@ -14,7 +14,7 @@ from typing import Any
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval.batching import Batching
 from parasearch_jax.retrieval.corpus import Document, fingerprint, load_corpus
-from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, Retriever, checked_k
+from parasearch_jax.retrieval.retriever import Encoder, LocalRetriever, NoRetriever, Retriever, checked_k
 
 __all__ = ["Document", "LocalRetriever", "Retriever", "open_retriever"]
 
@@ -26,9 +26,10 @@ def open_retriever(config_or_directory: Mapping | str | os.PathLike, batching: B
     index in memory; further keys are the encoder's settings (`hashed.HashedConfig`). "encoder" may also be the path of
     a model directory; its settings are the arguments of `models.load_encoder`. `batching` says how searches share
     calls, and how many answers are kept.
-    {"kind": "remote", "url": "http://host:8000", "deadline": 30.0, "topk": 3} asks a server (`retrieval.server`, or one
-    with Search-R1's requests), for which it waits; settings of the local kind may stand beside and are not read, so
-    that a configuration changes from one to the other by its kind and url.
+    {"kind": "remote", "url": "http://host:8000", "deadline": 30.0, "retries": 100, "topk": 3} asks a server
+    (`retrieval.server`, or one with Search-R1's requests), for which it waits; settings of the local kind may stand
+    beside and are not read, so that a configuration changes from one to the other by its kind and url.
+    {"kind": "none"} is for agents that never search.
     A directory, or {"kind": "local", "index": directory, ...}, opens what `python -m parasearch_jax.retrieval.build`
     has made (`opening.open_folder`).
     `topk` is recorded in `.info`, callers still pass k. UserError for an unknown kind, encoder or setting, a bad
@@ -63,7 +64,8 @@ def _open_local(settings: dict, batching: Batching | None) -> Retriever:
 
     if url := settings.pop("url", ""):
         raise UserError(f'retriever.url is {url!r}, but its kind is "local"; set retriever.kind to "remote"')
-    settings.pop("deadline", None)  # of the remote kind
+    for name in ("deadline", "retries"):  # of the remote kind
+        settings.pop(name, None)
     if settings.get("index"):
         from parasearch_jax.retrieval.opening import open_folder
 
@@ -90,7 +92,7 @@ def _open_remote(settings: dict, batching: Batching | None) -> Retriever:
 
     if batching is not None:
         raise UserError('retriever of kind "remote": searches are put together by its server, start that one with it')
-    own = {name: settings.pop(name) for name in ("url", "deadline") if name in settings}
+    own = {name: settings.pop(name) for name in ("url", "deadline", "retries") if name in settings}
     topk = settings.pop("topk", None)
     topk = {} if topk is None else {"topk": checked_k(topk)}
     _check_remote(settings)
@@ -115,7 +117,7 @@ def _check_remote(settings: dict) -> None:
         return
     from parasearch_jax.models import load_encoder  # imports JAX
 
-    _check_settings(settings, ["url", "deadline", "index", "device", *fields, *_arguments(load_encoder)])
+    _check_settings(settings, ["url", "deadline", "retries", "index", "device", *fields, *_arguments(load_encoder)])
 
 
 def _hashed(passages: Iterable[str], settings: dict) -> tuple[Encoder, dict]:
@@ -167,4 +169,8 @@ def _choose(key: str, settings: dict, known: Mapping[str, Callable]) -> Callable
 
 
 ENCODERS = {"hashed": _hashed}  # name -> (passages, settings left) -> (encoder, what it adds to info)
-KINDS = {"local": _open_local, "remote": _open_remote}  # name -> (settings left, batching) -> retriever
+KINDS = {
+    "local": _open_local,
+    "remote": _open_remote,
+    "none": lambda *_: NoRetriever(),
+}  # name -> (settings left, batching) -> retriever

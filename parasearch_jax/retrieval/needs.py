@@ -14,6 +14,7 @@ from parasearch_jax.retrieval.kinds import CODES, KINDS, Parameters, training_by
 from parasearch_jax.retrieval.retriever import Encoder
 
 GIB = 2**30
+PASSAGE = 200  # bytes of a passage in memory beside its text: a Python object of two strings (measured)
 PROGRAM = GIB  # JAX, FAISS and an encoder of base size with their buffers
 BM25 = 12  # bytes of memory a byte of text, while the scores are computed
 BM25_KEPT = 1.5  # bytes on disk a byte of text
@@ -40,6 +41,14 @@ def peak_memory() -> int:
 def memory_need(kind: str, n: int, dim: int, params: Mapping[str, int]) -> int:
     """Bytes at the worst moment of building or opening an index."""
     return PROGRAM + KINDS[kind].bytes(n, dim, params) + training_bytes(kind, n, dim, params)
+
+
+def opened_bytes(kind: str, n: int, dim: int, params: Mapping[str, int] | None = None) -> int:
+    """Memory of an index that is open: its passages, and all of bm25, stay on the disk. `params` as in its manifest;
+    None: those a build would choose."""
+    if kind == "bm25":
+        return 0
+    return KINDS[kind].bytes(n, dim, Parameters().resolved(kind, n, dim) if params is None else params)
 
 
 def check_memory(kind: str, n: int, dim: int, parameters: Parameters) -> int:
@@ -73,13 +82,15 @@ def check_disk(what: str, needed: int, out: Path) -> None:
 
 
 def seconds_to_encode(encoder: Encoder, passages: Sequence[Document], rows: int) -> float:
-    """Estimated from some passages that are spread over the corpus, encoded twice: the first time compiles."""
-    some = min(len(passages), max(64, getattr(encoder, "window", 0) // 256))
+    """Estimated from some passages that are spread over the corpus, encoded twice: the first time compiles. They leave
+    rows of their batches empty, more than all passages would; that is taken off."""
+    some = min(len(passages), max(64, getattr(encoder, "window", 0) // 64))
     texts = [passages[i * len(passages) // some].contents for i in range(some)]
     encoder.encode(texts, kind="passage")
     began = time.perf_counter()
     encoder.encode(texts, kind="passage")
-    return (time.perf_counter() - began) / some * rows
+    seconds = time.perf_counter() - began
+    return seconds * (encoder.filled(texts, "passage") if hasattr(encoder, "filled") else 1) / some * rows
 
 
 def gib(size: float) -> str:

@@ -63,9 +63,11 @@ class RemoteRetriever(Retriever):
     are not used: a retrieval server stands in one's own network.
     """
 
-    def __init__(self, url: str, deadline: float = 30.0, patience: Patience | None = None):
-        """`url`: "http://host:8000", or its /retrieve. Sends nothing; `wait_until_ready` does."""
+    def __init__(self, url: str, deadline: float = 30.0, patience: Patience | None = None, retries: int = 100):
+        """`url`: "http://host:8000", or its /retrieve. `retries`: of a search at most; the default is more than the
+        deadline allows. Sends nothing; `wait_until_ready` does."""
         self.url, self._deadline = _retrieve_url(url), _checked_deadline(deadline)
+        self._retries = _checked_retries(retries)
         self._patience = patience or Patience()
         self.info: Mapping[str, object] = {"kind": "remote", "url": self.url}
         self.index = ""  # the fingerprint of what it searches, if it has told one
@@ -148,7 +150,7 @@ class RemoteRetriever(Retriever):
         """One search: its tries, within its deadline."""
         if not queries:
             return []
-        search, began, tries, last = _Search(queries, k), time.monotonic(), 0, ""
+        search, began, tries, retries, last = _Search(queries, k), time.monotonic(), 0, 0, ""
         self._count("searches", 1)
         self._count("queries", len(queries))
         try:
@@ -168,7 +170,10 @@ class RemoteRetriever(Retriever):
                         faults += 1
                         if not error.fault or faults == self._patience.faults:
                             raise SearchFailed(last) from None
+                    if retries == self._retries:
+                        raise SearchFailed(f"{last}; retriever.retries={retries} are used up")
                     await asyncio.sleep(max(after, self._backoff(tries)))
+                    retries += 1
                     self._count("retries", 1)
         except (SearchFailed, TimeoutError) as error:
             self._count("failures", 1)
@@ -409,6 +414,12 @@ def _retrieve_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UserError(f"retriever.url is {url!r}; give one such as http://127.0.0.1:8000")
     return str(parsed).rstrip("/").removesuffix("/retrieve") + "/retrieve"
+
+
+def _checked_retries(retries: int) -> int:
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise UserError(f"retriever.retries must be a whole number, 0 for none, it is {retries!r}")
+    return retries
 
 
 def _checked_deadline(seconds: float) -> float:

@@ -66,6 +66,15 @@ class Retriever(abc.ABC):
         _run_apart(self.close())
 
 
+class NoRetriever(Retriever):
+    """For agents that never search."""
+
+    info: Mapping[str, object] = {"kind": "none"}
+
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Document]]:
+        raise UserError("retriever.kind is 'none': nothing can be searched; give 'local' or 'remote'")
+
+
 def _run_apart(coroutine: Coroutine):
     """Runs a coroutine to its end in a thread of its own, so that it works inside a running loop too."""
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="retriever") as pool:

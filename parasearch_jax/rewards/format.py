@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from parasearch_jax.data.metrics import em, em_released
 from parasearch_jax.data.types import Question
+from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import PROTOCOLS, Protocol, get_protocol
 from parasearch_jax.rollout.types import Answer, Episode, Search
 
@@ -40,11 +41,14 @@ class Tags(NamedTuple):
 
 @functools.cache
 def tags_of(protocol: Protocol) -> Tags:
-    """The tags of a protocol; those of documents are what it puts around them."""
-    pairs = protocol.tags()
-    before, after = protocol.observation(["\0"]).split("\0")
-    think = f"<{protocol.think}>", f"</{protocol.think}>"
-    return Tags(think, pairs[protocol.search], (before.strip(), after.strip()), pairs[protocol.answer])
+    """The tags of a protocol. Raises UserError for one that has not all of them."""
+    pairs = {role: getattr(protocol, role) for role in Tags._fields}
+    if missing := [role for role, pair in pairs.items() if pair is None or not all(pair)]:
+        raise UserError(
+            f"protocol {protocol.name!r} has no {missing[0]} tags, which this reward reads in the text: take the "
+            "variant 'paper', which reads actions, or another reward"
+        )
+    return Tags(**pairs)
 
 
 def protocol_of(episode: Episode) -> Protocol:
@@ -57,36 +61,54 @@ def shown(episode: Episode, segment: int) -> str:
     found = episode.segments[segment : segment + 1]
     if not found or found[0].source != "docs":
         return ""
-    opening, closing = tags_of(protocol_of(episode)).docs
+    opening, closing = protocol_of(episode).docs
     return found[0].text.replace(opening, "").replace(closing, "")
 
 
 def valid_by_provenance(episode: Episode, protocol: str | Protocol | None = None) -> bool:
-    """True if every turn is one thought, then one executed action, and the last action is an answer. Tags are those of
-    `protocol`, by default the episode's own.
+    """True if every action was executed, the last of them is an answer, and thoughts are where the protocol
+    (`protocol`, by default the episode's own) has them:
 
-    A turn is `<think>..</think>` and a search or answer block, with nothing but blanks around and no tag inside a
-    block. Documents and notices are not looked at: the environment wrote them.
+    thought "turn"      a turn is `<think>..</think>` and a search or answer block, in that order, perhaps behind a plan
+    thought "episode"   one thought, which the prompt may open, around all searches; then the answer
+    thought ""          anywhere
+
+    Nothing but blanks may stand around these blocks, and no tag inside of one. Documents and notices are not looked at:
+    the environment wrote them.
     """
     if not episode.actions or not isinstance(episode.actions[-1], Answer):
         return False
+    if not all(isinstance(action, Search) for action in episode.actions[:-1]):
+        return False
     protocol = get_protocol(protocol or protocol_of(episode))
     turns = [_without_end_token(s.text) for s in episode.segments if s.source == "policy"]
-    executed = {Search: protocol.search, Answer: protocol.answer}
-    for turn, action in zip(turns, episode.actions, strict=True):
-        match = _turn_pattern(protocol).fullmatch(turn)
-        if match is None or match.group(1) != executed.get(type(action)):
-            return False
-    return True
+    if protocol.thought == "episode":
+        opened = protocol.think[0] if opened_by_prompt(episode, protocol) else ""
+        turns[0] = opened + turns[0]
+    patterns = [_turn_pattern(protocol, type(a), i == 0) for i, a in enumerate(episode.actions)]
+    return all(pattern.fullmatch(turn) for pattern, turn in zip(patterns, turns, strict=True))
+
+
+def opened_by_prompt(episode: Episode, protocol: Protocol) -> bool:
+    """Whether the prompt ends with the tag that opens the thought."""
+    prompts = [s.text for s in episode.segments if s.source == "prompt"]
+    return bool(prompts) and prompts[-1].rstrip().endswith(protocol.think[0])
 
 
 @functools.cache
-def _turn_pattern(protocol: Protocol) -> re.Pattern:
-    tags = "|".join((protocol.think, protocol.search, protocol.answer, protocol.docs))
-    content = rf"(?:(?!</?(?:{tags})>).)*"
-    actions = f"{protocol.search}|{protocol.answer}"
-    think = protocol.think
-    return re.compile(rf"\s*<{think}>{content}</{think}>\s*<({actions})>{content}</\1>\s*", re.DOTALL)
+def _turn_pattern(protocol: Protocol, action: type, first: bool) -> re.Pattern:
+    """What a well-formed turn with this action looks like; `first`: it is the episode's first."""
+    if not protocol.thought:
+        return re.compile(".*", re.DOTALL)
+    known = [tag for role in Tags._fields for tag in getattr(protocol, role) or ()]
+    said = rf"(?:(?!{'|'.join(map(re.escape, known))}).)*"
+    opening, closing = map(re.escape, protocol.think)
+    block = said.join(map(re.escape, {Search: protocol.search, Answer: protocol.answer}[action]))
+    if protocol.thought == "turn":
+        plan = rf"(?:\s*{said.join(map(re.escape, protocol.plan))})?" if protocol.plan else ""
+        return re.compile(rf"{plan}\s*{opening}{said}{closing}\s*{block}\s*", re.DOTALL)
+    start, end = rf"\s*{opening}" if first else "", closing if action is Answer else ""
+    return re.compile(rf"{start}{said}{end}\s*{block}\s*", re.DOTALL)
 
 
 def released_text(episode: Episode) -> str:

@@ -132,6 +132,10 @@ def _answer(episode: Episode, quirks: frozenset[str]) -> str | None:
 
 def _faulty(episode: Episode, quirks: frozenset[str]) -> bool:
     """Whether the episode has a fault that these quirks, or without them the paper, punish."""
+    if not _right_format(episode, quirks):
+        return True
+    if not quirks:
+        return False
     text, tags = form.released_text(episode), form.tags_of(form.protocol_of(episode))
     answer = _answer(episode, quirks) or ""
     named = [tag.removeprefix("<|").removesuffix("|>") for tag in (tags.search[0], tags.docs[0])]  # "begin_of_query"
@@ -143,17 +147,15 @@ def _faulty(episode: Episode, quirks: frozenset[str]) -> bool:
         "tags_in_answer": any(name in answer for name in named),
         "long_answer": len(answer.split()) > MOST_ANSWER_WORDS,
     }
-    return not _right_format(episode, quirks) or any(faults[quirk] for quirk in quirks & set(faults))
+    return any(faults[quirk] for quirk in quirks & set(faults))
 
 
 def _right_format(episode: Episode, quirks: frozenset[str]) -> bool:
     if "text_format" not in quirks:
         return form.valid_by_provenance(episode)
     text, tags = form.released_text(episode), form.tags_of(form.protocol_of(episode))
-    prompts = [s.text for s in episode.segments if s.source == "prompt"]
-    opened = bool(prompts) and prompts[-1].rstrip().endswith(tags.think[0])
     counts = [text.count(tag) for tag in (*tags.think, *tags.answer)]
-    return counts == [0 if opened else 1, 1, 1, 1]
+    return counts == [0 if form.opened_by_prompt(episode, form.protocol_of(episode)) else 1, 1, 1, 1]
 
 
 def _tag_counts(episode: Episode) -> list[int]:

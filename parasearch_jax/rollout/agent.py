@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model
 from parasearch_jax.models.weights import read_json
@@ -168,20 +166,7 @@ class Agent:
         template. Raises UserError where they can't be rendered.
         """
         *earlier, last = messages
-        question = {"role": "user", "content": self.settings.protocol.render_prompt(last["content"])}
-        if not getattr(self.tokenizer, "chat_template", None):
-            if earlier:
-                raise UserError(
-                    f"there are {len(messages)} messages, but this model has no chat template, and was trained on "
-                    "single questions: send one user message"
-                )
-            return question["content"]
-        try:
-            return self.tokenizer.apply_chat_template(
-                [*map(dict, earlier), question], add_generation_prompt=True, tokenize=False
-            )
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template refuses these messages: {error}") from error
+        return self.settings.protocol.render(self.tokenizer, last["content"], earlier)
 
 
 @contextlib.contextmanager
@@ -210,8 +195,7 @@ class Trace:
     """
 
     def __init__(self, protocol: Protocol):
-        tags = protocol.tags()
-        self._answer, (search, close) = tags[protocol.answer][0], tags[protocol.search]
+        self._answer, (search, close) = protocol.answer[0], protocol.search or ("\0", "\0")
         self._search = re.compile(f"{re.escape(search)}.*?(?:{re.escape(close)}|\\Z)", re.DOTALL)
         self._openings = (self._answer, search)
         self._turn, self._told = "", 0  # text of the turn under way, and how much of it was given out

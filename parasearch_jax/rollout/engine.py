@@ -24,9 +24,10 @@ from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import Protocol, get_protocol
 from parasearch_jax.retrieval import Retriever
 from parasearch_jax.rollout import stops
-from parasearch_jax.rollout.job import Group, Job, OnText, Run
+from parasearch_jax.rollout.job import Group, Job
 from parasearch_jax.rollout.sampler import Sampling
 from parasearch_jax.rollout.shards import Shards
+from parasearch_jax.rollout.slots import OnText, Run
 from parasearch_jax.rollout.types import Episode
 from parasearch_jax.sharding.mesh import make_mesh
 
@@ -127,7 +128,7 @@ class Engine:
         self,
         questions: Sequence[Question],
         protocol: str | Protocol,
-        retriever: Retriever,
+        retriever: Retriever | None,
         *,
         samples: int = 1,
         temperature: float = 1.0,
@@ -145,13 +146,16 @@ class Engine:
         ended, in a thread of its own, while others decode; what it raises cancels the rollout and is raised here.
         """
         protocol = get_protocol(protocol)
-        if retriever is None:
-            raise ValueError(f"rollout: protocol {protocol.name!r} searches; give a retriever")
+        if protocol.searches and (retriever is None or retriever.info.get("kind") == "none"):
+            raise UserError(
+                f"protocol {protocol.name!r} searches: give a retriever, config.retriever.kind is not 'none'"
+            )
         sampling, groups = Sampling(temperature, top_p, top_k), []
         for question in questions:
-            prompt, name = self.prompt(protocol.render_prompt(question.text)), question.id
+            prompt, name = self.prompt(protocol, question.text), question.id
             episodes = [Episode(question_id=name, sample=i, protocol=protocol) for i in range(samples)]
-            groups.append(Group([Run(e, prompt, _run_number(name, i), sampling) for i, e in enumerate(episodes)]))
+            runs = [Run(e, prompt, _run_number(name, i), sampling, question) for i, e in enumerate(episodes)]
+            groups.append(Group(runs))
         job = Job(self, protocol, retriever, step, self.config.max_turn_tokens)
         with in_order(on_group, groups, job.cancel):
             return self._finish(job, groups)
@@ -180,8 +184,16 @@ class Engine:
             job.cancel()
 
     def session(self, protocol: str | Protocol, retriever: Retriever) -> Session:
-        """`with engine.session(...) as session`: episodes that are submitted one by one while others are under way."""
-        return Session(self, get_protocol(protocol), retriever)
+        """`with engine.session(...) as session`: episodes that are submitted one by one while others are under way.
+
+        Raises UserError for a protocol that needs the question beside its prompt.
+        """
+        protocol = get_protocol(protocol)
+        if protocol.documents_first:
+            raise UserError(
+                f"protocol {protocol.name!r} searches for the question itself: it can be evaluated, not served"
+            )
+        return Session(self, protocol, retriever)
 
     def pop_stats(self) -> dict[str, float]:
         stats, self.stats = self.stats, {}
@@ -191,10 +203,10 @@ class Engine:
         """Cancels what is under way and ends the engine's two threads; calling it again does nothing."""
         if self.loop.is_closed():
             return
+        for job in list(self._jobs):  # first: they wait for a session's end to begin
+            job.cancel()
         for session in list(self.sessions):
             session.end()
-        for job in list(self._jobs):
-            job.cancel()
         self._wait_for(self._idle())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -242,12 +254,9 @@ class Engine:
             self._tables[protocol] = self.shards.put(table)
         return self._tables[protocol]
 
-    def prompt(self, text: str) -> tuple[str, list[int]]:
-        """(text, ids) of a prompt, in the tokenizer's chat template where it has one (Search-R1 does so for base models
-        too)."""
-        if getattr(self.tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    def prompt(self, protocol: Protocol, question: str) -> tuple[str, list[int]]:
+        """(text, ids) of a question's prompt, in the form that the protocol says."""
+        text = protocol.render(self.tokenizer, question)
         return text, self.encode(text)
 
     def encode(self, text: str) -> list[int]:
@@ -317,7 +326,7 @@ class Session:
                 _resolve(future, error)
 
         ids = engine.encode(prompt)
-        run = Run(episode, (prompt, ids), key % 2**32, sampling, tell if on_text else None, max_tokens)
+        run = Run(episode, (prompt, ids), key % 2**32, sampling, None, tell if on_text else None, max_tokens)
         engine.check_prompt(run)
         self._futures.add(future)
 

@@ -4,8 +4,7 @@
     decode_chunk for all slots       a turn ends -> parse -> search | notice | end
     search -> documents              extend (documents), the slot decodes again; the others never waited
 
-Slots lie in shards, one for each 'fsdp' row of the mesh. A group (the samples of a question) stays in one shard; the
-shard with most free slots takes the next group from the one queue, so that shards balance by themselves.
+Which slot is whose stands in slots.py.
 """
 
 from __future__ import annotations
@@ -15,46 +14,22 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import deque
+import zlib
 from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 
+from parasearch_jax.errors import UserError
+from parasearch_jax.protocol import DOCUMENTS, Turn
 from parasearch_jax.retrieval import Document
-from parasearch_jax.rollout.observation import build_observation
-from parasearch_jax.rollout.sampler import Sampling
+from parasearch_jax.rollout.observation import build_observation, document_blocks
 from parasearch_jax.rollout.searches import search_all
 from parasearch_jax.rollout.shards import Row
+from parasearch_jax.rollout.slots import Run, Slots
 from parasearch_jax.rollout.types import Answer, Episode, Invalid, Search, Segment
 
 log = logging.getLogger(__name__)
-
-OnText = Callable[[str, str], None]  # (source, text): what an episode says, while it does
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """One episode under way."""
-
-    episode: Episode
-    prompt: tuple[str, list[int]]
-    key: int  # number folded into the run key
-    sampling: Sampling
-    on_text: OnText | None = None
-    most: int | None = None  # tokens that it may sample in all turns together
-    source: int | None = None  # the slot whose cells of the prompt it gets; None: its prompt is fed
-    fed: int = 0  # tokens in the slot's cache
-    sampled: int = 0  # tokens of all turns so far
-    pending: int | None = None  # the last token, not yet in the cache
-    ids: list[int] = dataclasses.field(default_factory=list)  # of the turn under way
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    told: int = 0  # characters of the turn that on_text has got
-
-    def left(self, total: int) -> int:
-        """Tokens that it may still sample if an episode has at most `total`."""
-        left = total - self.fed - (self.pending is not None)
-        return left if self.most is None else min(left, self.most - self.sampled)
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,23 +50,31 @@ class Job:
         self.engine, self.protocol, self.retriever = engine, protocol, retriever
         self.config, self.step, self.turn_tokens, self.kept_open = engine.config, step, turn_tokens, kept_open
         self.table = engine.table(protocol)
-        shards, n = engine.shards.count, engine.shards.slots
-        self.queue: deque[Group] = deque()
+        self.slots = Slots(engine.shards.count, engine.shards.slots, self._kept_slots())
         self.left: dict[Run, Group] = {}  # the runs that have not ended
-        self.free = [list(range(i * n, (i + 1) * n))[::-1] for i in range(shards)]  # by shard
-        self.groups: list[deque[Run]] = [deque() for _ in range(shards)]  # what is left of the group it has taken
-        self.prompts: list[dict[int, tuple]] = [{} for _ in range(shards)]  # by slot: whose cells lie in front
-        self.slots: dict[int, Run] = {}
         self.active: set[int] = set()  # slots that decode
-        self.feeds: dict[int, Segment] = {}  # what is to be appended to slots, each of which then starts a turn
+        # What is to be appended to slots, each of which then starts a turn.
+        self.feeds: dict[int, list[Segment]] = {}
         self.waiting: dict[asyncio.Task, int] = {}  # searches under way, by slot
         self.cancelled: set[Run] = set()
         self.wake = asyncio.Event()  # a group, a cancellation or the end of a session has come
 
+    def _kept_slots(self) -> int:
+        """Slots of a shard that are for extra calls alone."""
+        if self.protocol is None or not self.protocol.distil:
+            return 0
+        shards = self.engine.shards
+        if shards.slots < 2:
+            raise UserError(
+                f"protocol {self.protocol.name!r} makes model calls beside an episode's turns, which need slots too: "
+                f"rollout.slots must be >= {2 * shards.count}, it is {shards.slots * shards.count}"
+            )
+        return shards.slots // 2
+
     def add(self, group: Group) -> None:
         """One more group, behind the others."""
         self.left |= dict.fromkeys(group.runs, group)
-        self.queue.append(group)
+        self.slots.add(group.runs)
         self.wake.set()
 
     def cancel(self, runs: Iterable[Run] | None = None) -> None:
@@ -140,7 +123,7 @@ class Job:
     async def _drop(self, runs: set[Run]) -> None:
         """Ends the runs, wherever they are."""
         self.cancelled = set()
-        held = {slot: run for slot, run in self.slots.items() if run in runs}
+        held = {slot: run for slot, run in self.slots.runs.items() if run in runs or run.parent in runs}
         if at_work := self.active & set(held):
             self.active -= at_work
             await self._on_device("decode", self.engine.shards.release, at_work)
@@ -150,59 +133,31 @@ class Job:
             del self.waiting[task]
         await asyncio.gather(*tasks, return_exceptions=True)
         for slot, run in held.items():
-            if slot in self.feeds:  # `on_text` has told of it
-                run.episode.segments.append(self.feeds.pop(slot))
+            run.episode.segments += self.feeds.pop(slot, [])  # `on_text` has told of it
             self._cut_off(run)
             self._finish(slot, "cancelled")
         for run in runs & set(self.left):  # that have no slot yet
             self._ended(run, "cancelled")
-        self.queue = deque(group for group in self.queue if group.runs[0] in self.left)
-        for shard, group in enumerate(self.groups):
-            self.groups[shard] = deque(run for run in group if run in self.left)
+        self.slots.forget(runs)
 
     # --------------------------------------------------------------------------------------------------------- slots
 
     def _admit(self) -> None:
-        """Fills free slots: first with the rest of the group that their shard has begun, then the shard with most free
-        slots takes the next group."""
-        shards = range(len(self.free))
-        for shard in shards:
-            self._fill(shard)
-        while self.queue and self.free[shard := max(shards, key=lambda i: len(self.free[i]))]:
-            self.groups[shard] = deque(run for run in self.queue.popleft().runs if run in self.left)
-            self._fill(shard)
-
-    def _fill(self, shard: int) -> None:
-        free, group = self.free[shard], self.groups[shard]
-        while free and group:
-            run = group.popleft()
-            slot, run.source = self._place(shard, run.prompt)
-            self.slots[slot] = run
+        for slot, run in self.slots.admit():
             text, ids = run.prompt
-            self.feeds[slot] = Segment("prompt", text, tuple(ids))
-
-    def _place(self, shard: int, prompt: tuple[str, list[int]]) -> tuple[int, int | None]:
-        """(a free slot, the slot whose first cells hold this very prompt, if one does).
-
-        The cache only grows, so a prompt's cells stay as they are until the slot's next episode. One that a member of
-        the group has left is taken first, and no other group is begun before all of this one have a slot: so there is
-        a source for every member but the first, however few slots there are, and no prompt is fed twice. Of several
-        holders it is the one that was filled first, so never one that gets its cells by the same call.
-        """
-        free, prompts = self.free[shard], self.prompts[shard]
-        holders = [slot for slot, held in prompts.items() if held is prompt]
-        slot = next((slot for slot in holders if slot in free), free[-1])
-        free.remove(slot)
-        prompts.pop(slot, None)  # in the order of filling
-        prompts[slot] = prompt
-        return slot, slot if slot in holders else next(iter(holders), None)
+            if DOCUMENTS in text:
+                run.source = None  # its cells hold more than the prompt
+                self._search(slot, (run.question.text,))
+            else:
+                self.feeds[slot] = [Segment("prompt", text, tuple(ids))]
 
     def _finish(self, slot: int, reason: str) -> None:
-        self.free[slot // self.engine.shards.slots].append(slot)
-        self._ended(self.slots.pop(slot), reason)
+        self._ended(self.slots.release(slot), reason)
 
     def _ended(self, run: Run, reason: str) -> None:
         run.episode.stop_reason, run.episode.version = reason, self.engine.version  # no sync comes in between
+        if run.parent is not None:
+            return
         group = self.left.pop(run)
         if not any(other in self.left for other in group.runs):
             group.on_end()
@@ -211,27 +166,51 @@ class Job:
 
     def _end_turn(self, slot: int) -> None:
         """Acts on a finished turn: starts its search, ends the episode, or has a notice fed."""
-        run = self.slots[slot]
+        run = self.slots.runs[slot]
         episode, text = run.episode, self._close_turn(run)
-        full = run.left(self.config.max_total_tokens) <= 0
+        ended = episode.segments[-1].ids[-1] in self.engine.model_config.eos_token_ids
+        if run.parent is not None:
+            return self._distilled(slot, text, "eos" if ended else "length")
         if self.protocol is None:
-            ended = episode.segments[-1].ids[-1] in self.engine.model_config.eos_token_ids
             return self._finish(slot, "eos" if ended else "length")
-        parsed = self.protocol.parse(text, segment=len(episode.segments) - 1)
-        action, forced = parsed.action, episode.turns > self.config.max_turns
-        if (forced or full) and isinstance(action, Search):  # the last generation can only answer
-            action = Invalid(action.span)
+        full, turn = run.left(self.config.max_total_tokens) <= 0, self._turn(run)
+        parsed = self.protocol.parse(text, len(episode.segments) - 1, turn)
+        action, refusal = parsed.action, None
+        if isinstance(action, Search):  # the last generation can only answer
+            refusal = self.protocol.refuse(action, turn)
+            action = Invalid(action.span) if turn.last or full or refusal is not None else action
         episode.actions.append(action)
         episode.dropped_queries += parsed.dropped_queries
         if isinstance(action, Answer):
             return self._finish(slot, "answer")
-        if full or forced:
+        if full or turn.last:
+            self._close(run)
             return self._finish(slot, "length" if full else "turns")
         if isinstance(action, Search):
-            search = search_all(self.retriever, action.queries, self.config.topk, self.config.search_seconds)
-            self.waiting[asyncio.create_task(search)] = slot
-        else:
-            self._append(slot, self._notice(self.protocol.notice))
+            return self._search(slot, action.queries)
+        if refusal is not None:
+            return self._append(slot, self._notice(self.protocol.observation([refusal])))
+        if self.protocol.on_invalid == "end":
+            return self._finish(slot, "eos" if ended else "length")
+        self._append(slot, self._notice(self.protocol.notice))
+
+    def _turn(self, run: Run, ahead: int = 0) -> Turn:
+        """Where the run stands: at its last turn, or `ahead` of it."""
+        episode, question = run.episode, run.question
+        number, said = episode.turns + ahead, {}
+        if question is not None:
+            said = {"question": question.text, "kind": question.kind}
+        return Turn(number, number > self.config.max_turns, earlier=tuple(episode.actions), **said)
+
+    def _close(self, run: Run) -> None:
+        """Puts down that the episode has no answer, where the protocol does; it is not fed."""
+        segment = self._notice(self.protocol.unanswered)
+        if segment.ids and run.episode.length() + len(segment.ids) <= self.config.max_total_tokens:
+            run.episode.segments.append(segment)
+
+    def _search(self, slot: int, queries: tuple[str, ...]) -> None:
+        search = search_all(self.retriever, queries, self.config.topk, self.config.search_seconds)
+        self.waiting[asyncio.create_task(search)] = slot
 
     def _close_turn(self, run: Run) -> str:
         """Puts the tokens of the turn under way into a segment; its text."""
@@ -244,7 +223,7 @@ class Job:
 
     def _tell(self) -> None:
         """Passes on what turns under way have said, in whole characters."""
-        for run in (run for run in map(self.slots.get, self.active) if run.on_text):
+        for run in (run for run in map(self.slots.runs.get, self.active) if run.on_text):
             text = self.engine.decode(run.ids).rstrip("\ufffd")  # a character's first bytes
             if text[run.told :]:
                 run.on_text("policy", text[run.told :])
@@ -269,30 +248,79 @@ class Job:
         failed = [result for result in results if isinstance(result, BaseException)]
         for error in failed:
             log.warning("a sub-query failed and brings no document: %r", error)
-        run, count = self.slots[slot], self.engine.count
+        run, count = self.slots.runs[slot], self.engine.count
         run.episode.failed_searches += len(failed)
         count("queries/sent", len(results))
         count("queries/failed", len(failed))
         count("searches/failed", len(failed) == len(results))
-        if len(failed) == len(results):
-            segment = self._notice(self.protocol.failed())
+        documents = [[] if isinstance(result, BaseException) else result for result in results]
+        blocks = document_blocks(self.protocol, documents)
+        if not run.episode.segments:
+            self._begin(slot, blocks)
+        elif len(failed) == len(results):
+            self._append(slot, self._notice(self.protocol.failed()))
+        elif self.protocol.distil:
+            self._distil(run, "".join(blocks))
         else:
-            documents = [[] if isinstance(result, BaseException) else result for result in results]
-            budget, variant = self.config.observation_tokens, self.config.observation_variant
-            text, ids, cut = build_observation(self.protocol, self.engine.tokenizer, documents, budget, variant)
-            count("observations/cut", cut)
-            segment = Segment("docs", text, tuple(ids))
-        self._append(slot, segment)
+            self._append(slot, self._observation(blocks))
+
+    def _observation(self, blocks: list[str]) -> Segment:
+        budget, variant = self.config.observation_tokens, self.config.observation_variant
+        text, ids, cut = build_observation(self.protocol, self.engine.tokenizer, blocks, budget, variant)
+        self.engine.count("observations/cut", cut)
+        return Segment("docs", text, tuple(ids))
 
     def _append(self, slot: int, segment: Segment) -> None:
-        """Has the segment fed, if it leaves room for a token behind it; otherwise the episode ends."""
-        run = self.slots[slot]
-        if run.fed + 1 + len(segment.ids) >= self.config.max_total_tokens:
+        """Has the segment fed, and what the environment says before the turn behind it, if that leaves room for a
+        token; otherwise the episode ends."""
+        run = self.slots.runs[slot]
+        said = self.protocol.before_turn(self._turn(run, ahead=1))
+        self._feed(slot, [segment, self._notice(said)] if said else [segment])
+
+    def _feed(self, slot: int, segments: list[Segment]) -> None:
+        run = self.slots.runs[slot]
+        if run.fed + 1 + sum(len(segment.ids) for segment in segments) >= self.config.max_total_tokens:
             self._cut_off(run)
             return self._finish(slot, "length")
-        self.feeds[slot] = segment
-        if run.on_text:
+        self.feeds[slot] = segments
+        for segment in segments if run.on_text else ():
             run.on_text(segment.source, segment.text)
+
+    # ----------------------------------------------------------------------------- documents first, and extra calls
+
+    def _begin(self, slot: int, blocks: list[str]) -> None:
+        """Has a prompt fed that documents stand in: they are a segment of their own."""
+        before, after = self.slots.runs[slot].prompt[0].split(DOCUMENTS)
+        first = Segment("prompt", before, tuple(self.engine.encode(before)))
+        segments = [first, self._observation(blocks), self._notice(after)]
+        if (length := sum(len(segment.ids) for segment in segments)) >= self.config.max_total_tokens:
+            raise UserError(
+                f"The prompt of question {self.slots.runs[slot].episode.question_id!r} has {length} tokens with its "
+                f"documents, rollout.max_total_tokens is {self.config.max_total_tokens}: raise it, or lower "
+                "rollout.observation_tokens"
+            )
+        self._feed(slot, segments)
+
+    def _distil(self, run: Run, documents: str) -> None:
+        """Starts the extra call that reads the documents of a run's last search."""
+        episode = run.episode
+        said = "".join(segment.text for segment in episode.segments if segment.source == "policy")
+        asked = self.protocol.distil_prompt(said, " ".join(episode.actions[-1].queries), documents)
+        text = self.protocol.render_extra(self.engine.tokenizer, asked)
+        prompt = text, self.engine.encode(text)
+        key = zlib.crc32(f"{run.key}\nextra {episode.turns}".encode())
+        extra = Episode(question_id=episode.question_id, sample=episode.sample)
+        call = Run(extra, prompt, key, run.sampling, parent=run)
+        self.engine.check_prompt(call)
+        self.slots.add_extra(call)
+        self.engine.count("calls/extra")
+
+    def _distilled(self, slot: int, text: str, reason: str) -> None:
+        """An extra call has ended: its run goes on."""
+        call = self.slots.runs[slot]
+        self._finish(slot, reason)
+        call.parent.episode.extra.append(call.episode)
+        self._append(self.slots.slot_of(call.parent), self._observation([self.protocol.distilled(text)]))
 
     async def _documents(self, idle: bool) -> None:
         """Takes what searches have brought. Waits for all in deterministic mode, for one when nothing else is to do."""
@@ -341,28 +369,28 @@ class Job:
     def _extend(self) -> None:
         """Appends each segment to its slot, which starts a turn."""
         rows = []
-        for slot, segment in self.feeds.items():
-            run, ids = self.slots[slot], list(segment.ids)
+        for slot, segments in self.feeds.items():
+            run, ids = self.slots.runs[slot], [i for segment in segments for i in segment.ids]
+            source, start = None if run.episode.segments else run.source, run.fed
+            if source is None:
+                self.engine.count("tokens/prefilled", len(ids))
             if run.pending is not None:
                 ids = [run.pending, *ids]
-            run.episode.segments.append(segment)
-            source, start = run.source if segment.source == "prompt" else None, run.fed
+            run.episode.segments += segments
             run.fed, run.pending = start + len(ids) - 1, ids[-1]
             left = min(self.turn_tokens, run.left(self.config.max_total_tokens))
             rows.append(Row(slot, ids[:-1], start, ids[-1], left, run.key, run.sampling, source))
-            if source is None:
-                self.engine.count("tokens/prefilled", len(segment.ids))
         self.engine.shards.extend(rows, self.step_key)
         self.active.update(self.feeds)
         self.feeds = {}
 
     def _decode(self) -> list[int]:
         """One chunk; the slots whose turn has ended, in order."""
-        engine, before = self.engine, {slot: self.slots[slot].fed for slot in self.active}
-        truncated = any(self.slots[slot].sampling.truncated for slot in before)
+        engine, before = self.engine, {slot: self.slots.runs[slot].fed for slot in self.active}
+        truncated = any(self.slots.runs[slot].sampling.truncated for slot in before)
         out = engine.shards.decode(self.table, self.config.chunk, before, truncated)
         for slot, fed in before.items():
-            run, n = self.slots[slot], int(out["length"][slot]) - fed
+            run, n = self.slots.runs[slot], int(out["length"][slot]) - fed
             run.fed, run.sampled = run.fed + n, run.sampled + n
             run.ids += out["tokens"][:n, slot].tolist()
             run.logprobs += out["logprobs"][:n, slot].tolist()

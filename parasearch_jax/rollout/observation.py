@@ -1,4 +1,4 @@
-"""The text and ids of an observation: documents of all sub-queries of one search, within a budget of tokens."""
+"""The text and ids of an observation: what all sub-queries of one search brought, within a budget of tokens."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from parasearch_jax.protocol import Protocol
 from parasearch_jax.retrieval import Document
 
 
+def document_blocks(protocol: Protocol, results: Sequence[Sequence[Document]]) -> list[str]:
+    """The documents of each sub-query as text, in query order."""
+    return [
+        "".join(protocol.document(i, doc.title, doc.text) for i, doc in enumerate(documents, 1))
+        for documents in results
+    ]
+
+
 def build_observation(
-    protocol: Protocol, tokenizer, results: Sequence[Sequence[Document]], budget: int, variant: str = "paper"
+    protocol: Protocol, tokenizer, blocks: Sequence[str], budget: int, variant: str = "paper"
 ) -> tuple[str, list[int], int]:
-    """(text, ids, number of blocks cut) for the results of each sub-query, in query order; at most `budget` ids.
+    """(text, ids, number of blocks cut) for the block of each sub-query, in query order; at most `budget` ids.
 
     `paper`: the budget is shared equally among the sub-queries, what one does not use goes to the others, and documents
     are cut before the closing tag is added, so that every sub-query shows text and the block is always closed.
     `released`: one right cut through the whole, closing tag included (Search-R1, generation.py).
     """
-    blocks = [
-        "".join(protocol.document(i, doc.title, doc.text) for i, doc in enumerate(documents, 1))
-        for documents in results
-    ]
     text = protocol.observation(blocks)
     ids = _encode(tokenizer, text)
     if len(ids) <= budget:
@@ -32,8 +36,8 @@ def build_observation(
     while True:
         if room <= 0:
             raise UserError(
-                f"rollout.observation_tokens is {budget}: too small for <{protocol.docs}> tags and {len(blocks)} "
-                "sub-queries; raise it"
+                f"rollout.observation_tokens is {budget}: too small for {' '.join(protocol.docs)} and "
+                f"{len(blocks)} sub-queries; raise it"
             )
         lengths = [len(_encode(tokenizer, block)) for block in blocks]
         allowed = shares(lengths, room)

@@ -112,29 +112,41 @@ def build_stops(
 
 def _byte_table(protocol: Protocol | None) -> np.ndarray:
     """next state [states, 256] on single bytes."""
-    pairs = list(protocol.tags().values()) if protocol else []
-    tags = {tag.encode(): (kind, closing) for kind, pair in enumerate(pairs) for closing, tag in enumerate(pair)}
+    tags, opened, kinds = _bits(protocol)
     nodes = sorted({tag[:n] for tag in tags for n in range(len(tag))} | {b""}, key=lambda node: (len(node), node))
-    masks = 1 << len(pairs)
+    masks = 1 << kinds
     accept = len(nodes) * masks
     index = {node: i for i, node in enumerate(nodes)}
     step = np.full((accept + 1, 256), accept, np.int32)
     for node in nodes:
         for byte in range(256):
             text = node + bytes([byte])
-            whole = tags.get(text)  # no tag is part of another, so a complete tag is the whole node
-            rest = text if whole is None else b""
+            # The longest end of it that is a tag; behind a tag the search for others begins anew.
+            tag = next((text[n:] for n in range(len(text)) if text[n:] in tags), None)
+            opens, closes = tags.get(tag, (0, 0))
+            rest = text if tag is None else b""
             while rest not in index:  # longest suffix that some tag starts with
                 rest = rest[1:]
             for mask in range(masks):
-                step[index[node] * masks + mask, byte] = _target(index[rest] * masks, mask, whole, accept)
+                closed = closes & (mask | opened)
+                step[index[node] * masks + mask, byte] = accept if closed else index[rest] * masks + (mask | opens)
     return step
 
 
-def _target(base: int, mask: int, whole: tuple[int, int] | None, accept: int) -> int:
-    if whole is None:
-        return base + mask
-    kind, closing = whole
-    if not closing:
-        return base + (mask | 1 << kind)
-    return accept if mask >> kind & 1 else base + mask
+def _bits(protocol: Protocol | None) -> tuple[dict[bytes, tuple[int, int]], int, int]:
+    """({tag: (kinds that it opens, kinds that it closes)}, kinds that are open from the start, number of kinds).
+
+    Sets of kinds are bits. A tag may close several.
+    """
+    tags: dict[bytes, tuple[int, int]] = {}
+    pairs = protocol.tags() if protocol else {}
+    stopping = [pairs[kind] for kind in protocol.stops if kind in pairs] if protocol else []
+    opened = 0
+    for bit, (opening, closing) in enumerate(stopping):
+        opens, closes = tags.get(closing.encode(), (0, 0))
+        tags[closing.encode()] = opens, closes | 1 << bit
+        if opening:
+            tags[opening.encode()] = 1 << bit, 0
+        else:
+            opened |= 1 << bit
+    return tags, opened, len(stopping)

@@ -82,6 +82,8 @@ class Episode:
     dropped_queries: int = 0  # sub-queries over the protocol's limit, not sent
     failed_searches: int = 0  # sub-queries whose retriever call failed or had no answer in time: no document shown
     protocol: Protocol | None = dataclasses.field(default=None, repr=False)  # whose tags its text has
+    # Model calls beside its own turns, each with a prompt and what was said (Search-o1's reading of documents).
+    extra: list[Episode] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def searches(self) -> list[Search]:
@@ -107,23 +109,24 @@ class Episode:
         return sum(len(s.ids or ()) for s in self.segments)
 
     @classmethod
-    def from_text(cls, pairs: Iterable[Sequence[str]], protocol="parallel") -> Episode:
-        """An episode from stored (source, text) pairs, so that it can be scored again.
+    def from_text(cls, pairs: Iterable[Sequence[str]], protocol="parallel", question: str = "") -> Episode:
+        """An episode from stored (source, text) pairs, so that it can be scored again. `question` is its text, for
+        protocols that search for it (`iter_retgen`).
 
         A search counts as executed when a docs segment follows it directly, or the notice that it failed; otherwise its
         turn is Invalid, as the unexecuted search of a forced final generation is in a rollout.
         """
-        from parasearch_jax.protocol import get_protocol
+        from parasearch_jax.protocol import Turn, get_protocol
 
         protocol = get_protocol(protocol)
         segments = [Segment(source, text) for source, text in pairs]
+        turns = [i for i, segment in enumerate(segments) if segment.source == "policy"]
         actions, dropped = [], 0
-        for i, segment in enumerate(segments):
-            if segment.source != "policy":
-                continue
-            parsed = protocol.parse(segment.text, segment=i)
+        for number, i in enumerate(turns, 1):
             reply = segments[i + 1] if i + 1 < len(segments) else Segment("notice", "")
             followed = reply.source == "docs" or (reply.source, reply.text) == ("notice", protocol.failed())
+            turn = Turn(number, number == len(turns) and not followed, question, earlier=tuple(actions))
+            parsed = protocol.parse(segments[i].text, i, turn)
             if isinstance(parsed.action, Search) and not followed:
                 parsed = dataclasses.replace(parsed, action=Invalid(parsed.action.span))
             actions.append(parsed.action)

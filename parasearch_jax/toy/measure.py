@@ -1,6 +1,6 @@
-r"""What a base checkpoint of the small world can do, against what it has to.
+r"""What a base checkpoint of the small world can do as each agent, against what it has to.
 
-    python -m parasearch_jax.toy.measure --model=parasearch_jax/toy/base
+    python -m parasearch_jax.toy.measure --model=parasearch_jax/toy/base [--protocols=parallel,otc]
 
 Greedy with the real retriever; with every document emptied (what is left is guessing); with the documents of a world of
 the same names and other facts (the answers must follow the documents); and sampled at temperature 1.
@@ -8,6 +8,7 @@ the same names and other facts (the answers must follow the documents); and samp
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -18,15 +19,15 @@ from absl import app, flags
 from parasearch_jax.data import Question
 from parasearch_jax.data.metrics import em
 from parasearch_jax.evaluate import summarize
-from parasearch_jax.models import load_model
-from parasearch_jax.protocol import Protocol, get_protocol
+from parasearch_jax.models import Model, load_model
+from parasearch_jax.protocol import PROTOCOLS, Protocol
 from parasearch_jax.retrieval import Document, LocalRetriever, Retriever
 from parasearch_jax.retrieval.hashed import HashedConfig, HashedEncoder
 from parasearch_jax.retrieval.index import FlatIndex
 from parasearch_jax.rollout import Engine, Episode, RolloutConfig
 from parasearch_jax.toy import world
 from parasearch_jax.toy.questions import answer_in, question_rows, split_tasks
-from parasearch_jax.toy.recipe import PROMPT
+from parasearch_jax.toy.recipe import toy_protocol
 
 RETRIEVER = HashedConfig(dim=32, char_weight=0.7)  # as configs/parallel_tiny.py
 ROLLOUT = RolloutConfig(
@@ -63,14 +64,34 @@ def local_retriever(drawn: world.World) -> LocalRetriever:
     return LocalRetriever(documents, encoder, index)
 
 
+def required(protocol: Protocol) -> dict[str, tuple[float, float]]:
+    """What of `REQUIRED` an agent can be asked for: one that splits no question has no DR, one whose thoughts have no
+    tags is seldom ill-formed, and one that can't search again knows what one document says."""
+    if not protocol.searches or protocol.name == "rag":
+        return {}
+    out = dict(REQUIRED)
+    if protocol.separator is None:
+        del out["sampled: dr parallel"]
+    if protocol.thought != "turn":
+        del out["sampled: invalid format"]
+    return out
+
+
+def limits(protocol: Protocol) -> RolloutConfig:
+    """The tiny configuration's, with no more turns than the agent has."""
+    return dataclasses.replace(ROLLOUT, max_turns=min(ROLLOUT.max_turns, protocol.limits.max_turns))
+
+
 def was_hit(episode: Episode, support: Sequence[str]) -> bool:
-    """Whether the documents of all support titles were shown."""
-    shown = "".join(s.text for s in episode.segments if s.source == "docs")
-    return all(f"(Title: {title})" in shown for title in support)
+    """Whether the documents of all support titles were shown, or what an extra call told of them."""
+    protocol, shown = episode.protocol, "".join(s.text for s in episode.segments if s.source == "docs")
+    heads = [f"{t}:" if protocol.distil else protocol.document(1, t, "").strip() for t in support]
+    return all(head in shown for head in heads)
 
 
-def measure(engine: Engine, protocol: Protocol, seed: int = 0) -> dict[str, float]:
+def measure(model: Model, protocol: Protocol, seed: int = 0) -> dict[str, float]:
     """Every figure of `REQUIRED`, and some more, over the test questions of the world of `seed`."""
+    engine = Engine(model, limits(protocol))
     drawn = world.make_world(seed)
     tasks = split_tasks(drawn, seed)["test"]
     questions = [
@@ -90,6 +111,7 @@ def measure(engine: Engine, protocol: Protocol, seed: int = 0) -> dict[str, floa
     out |= {f"sampled: dr {kind}": sampled[kind]["dr"] for kind in ("parallel", "sequential", "single")}
     out["sampled: invalid format"] = 1 - sampled["all"]["valid_format"]
     out["sampled: em"] = sampled["all"]["em"]
+    engine.close()
     return out
 
 
@@ -110,24 +132,28 @@ def _mean_em(episodes: Sequence[Episode], golds: Sequence[Sequence[str]]) -> flo
     return float(np.mean([em(e.answer, g) for e, g in zip(episodes, golds, strict=True)]))
 
 
-def missed(measured: dict[str, float]) -> list[str]:
+def missed(protocol: Protocol, measured: dict[str, float]) -> list[str]:
     """The requirements that are not met, each in words."""
     return [
-        f"{name} is {measured[name]:.3f}, required {low} to {high}"
-        for name, (low, high) in REQUIRED.items()
+        f"{protocol.name}: {name} is {measured[name]:.3f}, required {low} to {high}"
+        for name, (low, high) in required(protocol).items()
         if not low <= measured[name] <= high
     ]
 
 
 def main(argv: list[str]) -> None:
     del argv
-    engine = Engine(load_model(flags.FLAGS.model), ROLLOUT)
-    measured = measure(engine, get_protocol("parallel", prompt=PROMPT))
-    print(json.dumps({name: round(value, 4) for name, value in measured.items()}, indent=2))
-    if missed(measured):
-        sys.exit("missed: " + "; ".join(missed(measured)))
+    model, faults = load_model(flags.FLAGS.model), []
+    for name in flags.FLAGS.protocols or PROTOCOLS:
+        protocol = toy_protocol(name)
+        measured = measure(model, protocol)
+        print(json.dumps({"protocol": name} | {key: round(value, 4) for key, value in measured.items()}), flush=True)
+        faults += missed(protocol, measured)
+    if faults:
+        sys.exit("missed: " + "; ".join(faults))
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("model", None, "Model directory.", required=True)
+    flags.DEFINE_list("protocols", None, "Agents; default: all.")
     app.run(main)

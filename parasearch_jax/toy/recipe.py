@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -22,40 +23,68 @@ import optax
 from absl import app, flags
 
 from parasearch_jax.models import decoder, weights
-from parasearch_jax.protocol import Protocol, get_protocol
+from parasearch_jax.protocol import PROTOCOLS, Protocol, get_protocol
+from parasearch_jax.protocol.search_o1 import MARKER
 from parasearch_jax.rl.logprobs import token_logprobs
 from parasearch_jax.toy import questions, trajectories, world
 from parasearch_jax.toy.tokenizer import train_tokenizer
 
-PROMPT = "Question: {question}\n"  # the small world's short prompt: the tags are known from training, not from words
+# The small world's short prompts: what is expected is known from training, not from words.
+PROMPT = "Question: {question}\n"
+READING = "Read: {query}\n{documents}"  # of an extra call
+ROLES = ("search", "answer", "think", "docs")
 KINDS = (*questions.MAKERS, "drill", "city drill")
+
+
+def toy_protocol(name: str) -> Protocol:
+    """A protocol with the small world's prompt for it: that of `parallel` alone, before others their name."""
+    if name == "parallel":
+        return get_protocol(name, prompt=PROMPT)
+    documents = "{documents}" if PROTOCOLS[name].documents_first else ""
+    opening = PROTOCOLS[name].opening
+    changes = {"distil": READING} if PROTOCOLS[name].distil else {}
+    return get_protocol(name, prompt=f"{name}\n{documents}{PROMPT}{opening}", form="raw", **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stretch of training with a learning rate and a mix of its own."""
+    """A stretch of training with a learning rate and a mix of its own.
+
+    A batch has rows of three lengths, so that short trajectories are not padded far: `buckets` gives (tokens, rows).
+    """
 
     steps: int
     learning_rate: float  # the peak, after `Recipe.warmup` steps; falls to 0 along a cosine
     shares: tuple[float, ...]  # of KINDS among the trajectories drawn
     mix: trajectories.Mix
+    protocols: tuple[Protocol, ...] = (toy_protocol("parallel"),)  # each as often as it stands here
+    buckets: tuple[tuple[int, int], ...] = ((72, 20), (136, 36), (208, 12))
+
+
+OTHERS = tuple(toy_protocol(name) for name in PROTOCOLS if name != "parallel")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What the base is made from.
 
-    A batch has rows of three lengths, so that short trajectories are not padded far: `buckets` gives (tokens, rows).
-    The second stage compares cities side by side, and many of them: the first leaves them at chance.
+    The second stage compares cities side by side, and many of them: the first leaves them at chance. The third teaches
+    the conversations of the other agents.
     """
 
-    protocols: tuple[Protocol, ...] = (get_protocol("parallel", prompt=PROMPT),)
     seed: int = 0
     stages: tuple[Stage, ...] = (
         Stage(2600, 3e-3, (0.2, 0.45, 0.2, 0.15, 0.0), trajectories.Mix(side_by_side=False)),
         Stage(800, 1.5e-3, (0.15, 0.35, 0.15, 0.1, 0.25), trajectories.Mix()),
+        Stage(
+            1500,
+            1.5e-3,
+            (0.2, 0.35, 0.25, 0.1, 0.1),
+            trajectories.Mix(),
+            (toy_protocol("parallel"),) * 8 + OTHERS,
+            ((72, 20), (136, 36), (248, 12)),
+        ),
     )
-    buckets: tuple[tuple[int, int], ...] = ((72, 20), (136, 36), (208, 12))
     trained_tokens: int = 4096  # room for the policy tokens of a batch
     warmup: int = 100
 
@@ -85,10 +114,24 @@ def tokenizer_texts(recipe: Recipe, worlds: int = 60):
         rng, drawn = random.Random(f"tokenizer {recipe.seed} {i}"), world.make_world(f"tokenizer {recipe.seed} {i}")
         for kind in tuple(questions.MAKERS) * 80:
             task = questions.draw_task(rng, drawn, kind)
-            for protocol in recipe.protocols:
-                yield from (
-                    text for _, text in trajectories.Teller(rng, drawn, task, protocol, recipe.stages[0].mix).tell()
-                )
+            teller = trajectories.Teller(rng, drawn, task, toy_protocol("parallel"), recipe.stages[0].mix)
+            yield from (text for _, text in teller.tell())
+
+
+def tags(protocols: Iterable[Protocol]) -> list[str]:
+    """What the conversations of these have and that of `parallel` has not: a token each."""
+    known = [tag for role in ROLES for tag in getattr(toy_protocol("parallel"), role)]
+    found = ["<plan>", "</plan>", "<warning>", "</warning>", "Intermediate answer:", MARKER]  # the order of their ids
+    for protocol in protocols:
+        found += [tag.strip() for role in ROLES for tag in getattr(protocol, role) or ()]
+    return [tag for tag in dict.fromkeys(found) if len(tag) > 1 and tag not in known]
+
+
+def make_tokenizer(recipe: Recipe):
+    """A BPE of the texts of `parallel`, and the tags of the others."""
+    tokenizer = train_tokenizer(tokenizer_texts(recipe))
+    tokenizer.add_tokens(tags(OTHERS))
+    return tokenizer
 
 
 class Batches:
@@ -105,28 +148,29 @@ class Batches:
     def __call__(self, step: int, stage: Stage) -> dict:
         rng = random.Random(f"batch {self.recipe.seed} {step}")
         drawn = world.make_world(f"batch {self.recipe.seed} {step}")
-        rows: dict[int, list] = {tokens: [] for tokens, _ in self.recipe.buckets}
-        left = dict(self.recipe.buckets)
+        rows: dict[int, list] = {tokens: [] for tokens, _ in stage.buckets}
+        left = dict(stage.buckets)
         while any(left.values()):
             kind = rng.choices(range(len(KINDS)), stage.shares)[0]
-            ids, trained = self._row(rng, drawn, KINDS[kind], stage.mix)
+            ids, trained = self._row(rng, drawn, KINDS[kind], stage)
             tokens = next((t for t in left if len(ids) <= t), None)  # longer than the last bucket: not used
             if tokens and left[tokens]:
                 left[tokens] -= 1
                 rows[tokens].append((ids, trained, kind))
         return _collate(rows, self.recipe.trained_tokens)
 
-    def _row(
-        self, rng: random.Random, drawn: world.World, kind: str, mix: trajectories.Mix
-    ) -> tuple[list[int], list[int]]:
+    def _row(self, rng: random.Random, drawn: world.World, kind: str, stage: Stage) -> tuple[list[int], list[int]]:
         """ids of a trajectory and 1 where they are trained."""
         if kind in questions.MAKERS:
             task = questions.draw_task(rng, drawn, kind)
-            told = trajectories.Teller(rng, drawn, task, rng.choice(self.recipe.protocols), mix).tell()
+            teller = trajectories.Teller(rng, drawn, task, rng.choice(stage.protocols), stage.mix)
+            told = teller.tell()
+            if teller.extra and rng.random() < 0.5:  # the extra calls in place of the episode
+                told = teller.extra
             parts = [(text, source == "policy") for source, text in told]
         else:
             draw = questions.draw_same_city if kind == "city drill" else questions.draw_parallel
-            drills = [trajectories.drill(draw(rng, drawn), drawn, mix) for _ in range(6)]
+            drills = [trajectories.drill(draw(rng, drawn), drawn, stage.mix) for _ in range(6)]
             parts = [part for given, told in drills for part in ((given, False), (told, True))]
         encoded = self.tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
         ids = [i for part in encoded for i in part]
@@ -175,21 +219,32 @@ def make_step(cfg: decoder.DecoderConfig, tx: optax.GradientTransformation):
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def make_base(recipe: Recipe, out: Path, log=print) -> None:
+def make_base(recipe: Recipe, out: Path, done: int = 0, log=print) -> None:
     """Trains the base and writes it to `out` in Hugging Face layout, weights as bfloat16.
 
-    Every stage starts from the file that the one before it wrote, rounding included.
+    Every stage starts from the file that the one before it wrote, rounding included; `done` of them are in `out`
+    already.
     """
-    tokenizer = train_tokenizer(tokenizer_texts(recipe))
+    tokenizer = make_tokenizer(recipe)
     cfg = model_config(len(tokenizer), tokenizer.eos_token_id)
     params = decoder.init(cfg, jax.random.key(recipe.seed))
+    if done:
+        params = _from_file(out, params)
     log(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters, {len(tokenizer)} tokens")
-    batches, first = Batches(recipe, tokenizer), 0
-    for stage in recipe.stages:
+    batches, first = Batches(recipe, tokenizer), sum(stage.steps for stage in recipe.stages[:done])
+    for stage in recipe.stages[done:]:
         params = train_stage(recipe, stage, cfg, params, batches, first, log)
         weights.save_model(out, cfg, params, tokenizer, dtype="bfloat16")
         params = jax.device_put(weights.load_params(out, cfg))
         first += stage.steps
+
+
+def _from_file(out: Path, fresh):
+    """The file's parameters; rows of tokens that it does not know come from `fresh`."""
+    cfg = decoder.DecoderConfig.from_hf(weights.read_json(out / "config.json"))
+    params = weights.load_params(out, cfg)
+    params["embed"] = jnp.concatenate([params["embed"], fresh["embed"][cfg.vocab_size :]])
+    return jax.device_put(params)
 
 
 def train_stage(recipe: Recipe, stage: Stage, cfg: decoder.DecoderConfig, params, batches: Batches, first: int, log):
@@ -212,10 +267,11 @@ FLAGS = flags.FLAGS
 
 def main(argv: list[str]) -> None:
     del argv
-    make_base(Recipe(seed=FLAGS.seed), Path(FLAGS.out))
+    make_base(Recipe(seed=FLAGS.seed), Path(FLAGS.out), FLAGS.done)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Model directory to write.", required=True)
+    flags.DEFINE_integer("done", 0, "Stages that are in --out already.")
     flags.DEFINE_integer("seed", 0, "Seed of initial weights, worlds and trajectories.")
     app.run(main)

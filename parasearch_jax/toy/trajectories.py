@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from parasearch_jax.protocol import Protocol
+from parasearch_jax.protocol import DOCUMENTS, Protocol, Turn
+from parasearch_jax.protocol.search_o1 import MARKER, NO_INFORMATION
 from parasearch_jax.toy import names
 from parasearch_jax.toy.questions import Lookup, Task, value
 from parasearch_jax.toy.tokenizer import END
@@ -57,13 +58,20 @@ class Teller:
 
     def __init__(self, rng: random.Random, world: World, task: Task, protocol: Protocol, mix: Mix):
         self.rng, self.world, self.task, self.protocol, self.mix = rng, world, task, protocol, mix
-        self.segments: Segments = [("prompt", protocol.render_prompt(task.text))]
+        before, *after = protocol.render_prompt(task.text).split(DOCUMENTS)
+        self.segments: Segments = [("prompt", before)]
+        self.after_documents = after
+        self.extra: Segments = []  # of extra calls that read documents, each a ("prompt", ..) and a ("policy", ..)
         self.found: dict[Lookup, str] = {}
         self.tries: dict[Lookup, int] = {}
 
     def tell(self) -> Segments:
-        if self.rng.random() < self.mix.direct:
+        if self.rng.random() < self.mix.direct or not self.protocol.searches:
+            self._read_first()
             self._turn(" I know.", answer=self._guess())
+            return self.segments
+        if self.protocol.documents_first:
+            self._tell_from_documents()
             return self.segments
         broken_at = self.rng.randrange(3) if self.rng.random() < self.mix.broken else -1
         first = self._plan()
@@ -79,6 +87,33 @@ class Teller:
             turn += 1
         self._turn(said, answer=self._conclude(), broken=turn == broken_at)
         return self.segments
+
+    def _read_first(self) -> list[Lookup]:
+        """The documents that the question itself finds, where the protocol begins with them."""
+        if not self.protocol.documents_first:
+            return []
+        lookups = self.task.lookups
+        asked = self.rng.choice(lookups) if self.task.kind == "parallel" else lookups[0]
+        self.segments.append(("docs", self.protocol.observation([self._retrieve(asked)])))
+        self.segments += [("notice", text) for text in self.after_documents]
+        return [asked]
+
+    def _tell_from_documents(self) -> None:
+        """RAG answers at once, IRCoT asks a line a turn, Iter-RetGen answers anew after each of two more searches."""
+        asked, searches = self._read_first(), 2 if self.protocol.search is None else 4
+        if self.protocol.name == "rag":
+            said, queries = self._next(asked)
+            return self._turn(said, answer=self._conclude())
+        for number in range(searches):
+            said, queries = self._next(asked)
+            if self.protocol.search is not None and not queries:
+                break
+            asked = queries or asked
+            self._search(said, asked, broken=False)
+            again = Turn(number + 2, question=self.task.text)
+            self.segments += [("notice", text) for text in [self.protocol.before_turn(again)] if text]
+        said, _ = self._next(asked)
+        self._turn(said, answer=self._conclude())
 
     def _plan(self) -> list[Lookup]:
         """The lookups of the first search."""
@@ -135,7 +170,19 @@ class Teller:
             queries = list(queries_of(self.world, lookups[0])[: len(lookups)])
         self._turn(said, search=f" {self.protocol.separator} ".join(queries), broken=broken)
         blocks = [self._retrieve(lookup) for lookup in lookups]
+        if self.protocol.distil:
+            blocks = [
+                self._read(query, lookup, block) for query, lookup, block in zip(queries, lookups, blocks, strict=True)
+            ]
         self.segments.append(("docs", self.protocol.observation(blocks)))
+
+    def _read(self, query: str, lookup: Lookup, documents: str) -> str:
+        """The extra call about a search: the fact if the document has it. What the policy sees of it."""
+        said = "".join(text for source, text in self.segments if source == "policy")
+        known = f" {lookup.title}: {value(self.world, lookup)}."
+        told = f"{MARKER}:{known if f'(Title: {lookup.title})' in documents else f' {NO_INFORMATION}'}"
+        self.extra += [("prompt", self.protocol.distil_prompt(said, query, documents)), ("policy", told + END)]
+        return self.protocol.distilled(told)
 
     def _retrieve(self, lookup: Lookup) -> str:
         """The top-1 document of a query, sometimes that of another entity with a name in common."""
@@ -159,18 +206,46 @@ class Teller:
         return self.rng.choice(alike or [t for t in group if t != title])
 
     def _turn(self, said: str, search: str = "", answer: str = "", broken: bool = False) -> None:
-        kind, content = (self.protocol.search, search) if search else (self.protocol.answer, answer)
-        think, block = f"<think>{said}</think>", f"<{kind}> {content}</{kind}>"
-        if not broken:
-            self.segments.append(("policy", think + block))
-            return
+        first = not any(source == "policy" for source, _ in self.segments)
+        if self.protocol.name == "iter_retgen" and not answer:
+            answer = self._guess()
+        told = spoken(self.protocol, said, search, answer, first)
+        if broken and self.protocol.thought == "turn":
+            self._break(said, told)
+        elif broken and self.protocol.thought == "episode" and not search:
+            self.segments.append(("policy", told.replace("</think>", self.rng.choice(["", "</think> so"]))))
+        else:
+            self.segments.append(("policy", told))
+
+    def _break(self, said: str, told: str) -> None:
+        """A turn of a thought and an action, malformed."""
+        think, block = f"<think>{said}</think>", told[told.index("</think>") + len("</think>") :]
+        content = block[block.index(">") + 1 : block.rindex("</")]
         fault = self.rng.choice(["no think", "open think", "stray", "no tags", "empty"])
         if fault in ("no tags", "empty"):  # no valid action: the environment says so, and the turn is told again
-            bad = f" {content}{END}" if fault == "no tags" else f"<{self.protocol.search}></{self.protocol.search}>"
+            bad = f"{content}{END}" if fault == "no tags" else "".join(self.protocol.search or self.protocol.answer)
             self.segments += [("policy", think + bad), ("notice", self.protocol.notice), ("policy", think + block)]
             return
         forms = {"no think": block, "open think": f"<think>{said}{block}", "stray": f"{think} so {block}"}
         self.segments.append(("policy", forms[fault]))
+
+
+def spoken(protocol: Protocol, said: str, query: str, answer: str, first: bool) -> str:
+    """A turn that thinks `said`, then searches for `query`, or without one answers, as the protocol has it."""
+    opening, closing = (protocol.search if query else protocol.answer) or ("", "\n")
+    block = f"{opening} {query or answer}{closing}"
+    if protocol.thought == "turn":
+        plan = said.join(protocol.plan) if first and protocol.plan else ""
+        return f"{plan}<think>{said}</think>{block}"
+    if protocol.thought == "episode":
+        return f"{said} {block}" if query else f"{said}</think>{block}"
+    return {
+        "search_o1": f"{said} {block}" if query else f"{said} {opening}{answer}{closing}{END}",
+        "self_ask": block if first else f"Intermediate answer:{said}\n{block}",
+        "ircot": f" {query}\n" if query else f"{said} {block}",
+        "iter_retgen": f"{said} {query}. {protocol.answer[0]} {answer}\n" if query else f"{said} {block}",
+        "cot": f"{said} {block}",
+    }.get(protocol.name, block)
 
 
 def document(world: World, title: str) -> str:

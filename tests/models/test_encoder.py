@@ -252,7 +252,14 @@ def test_few_shapes(e5, monkeypatch):
     encoder = load_encoder(e5, max_length=20)
     shapes.clear()
     encoder.encode(["owl " * 18], kind=None)
-    assert shapes == [(4096 // 20, 20)]  # the longest bucket is max_length itself
+    assert shapes == [(1024 // 20, 20)]  # the longest bucket is max_length itself
+
+
+def test_rows_without_a_text_are_told(e5):
+    """Batches of 4 rows of 16 tokens, or 2 of 32: five short texts and a long one fill 5 of 8 and 1 of 2."""
+    encoder = load_encoder(e5, batch_tokens=64)
+    assert encoder.filled(["a"] * 5 + ["owl " * 20], "passage") == (5 * 16 + 32) / (8 * 16 + 2 * 32)
+    assert encoder.filled(["a"] * 8) == 1
 
 
 def test_long_texts_are_cut_and_counted(e5, caplog):
@@ -513,10 +520,14 @@ def test_retriever_over_the_encoder(e5, corpus):
     json.dumps(dict(retriever.info))
 
 
-def test_an_index_keeps_its_encoder(e5, corpus, tmp_path):
+def test_an_index_keeps_its_encoder(e5, corpus, tmp_path, monkeypatch):
     """Built from a directory of E5's name, which tells the prefixes; opened without that directory."""
     out, settings = tmp_path / "out", {"kind": "local", "index": str(tmp_path / "out" / "flat")}
+    kinds, encode = [], encoder_module.Encoder.encode
+    noted = lambda self, texts, kind=None: kinds.append(kind) or encode(self, texts, kind)  # noqa: E731
+    monkeypatch.setattr(encoder_module.Encoder, "encode", noted)
     build([f"--corpus={corpus}", f"--encoder={e5}", "--index=flat", f"--out={out}", "--setting=max_length=32"])
+    assert set(kinds[:-1]) == {"passage"} and kinds[-1] == "query"  # of its recall
     manifest = json.loads((out / "flat" / "manifest.json").read_text())["encoder"]
     assert manifest["name"] == "e5-base-v2" and manifest["settings"] == {
         "pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: ", "max_length": 32,

@@ -62,7 +62,7 @@ def test_search_r1_sends_one_query():
 def test_prompts_hold_the_question_and_unknown_names_are_refused():
     for protocol in PROTOCOLS.values():
         assert protocol.render_prompt("Who {is} it?").count("Who {is} it?") == 1
-    with pytest.raises(UserError, match=r"'paralel' is unknown.*parallel, search_r1"):
+    with pytest.raises(UserError, match=r"'paralel' is unknown.*parallel, r1_searcher, rag"):
         get_protocol("paralel")
 
 

@@ -31,9 +31,9 @@ def remote():
     """remote(server or url, deadline, **patience) -> client, closed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def make(server, deadline=10.0, **patience):
+        def make(server, deadline=10.0, retries=100, **patience):
             url = getattr(server, "url", server)
-            client = RemoteRetriever(url, deadline, Patience(**(QUICK | patience)))
+            client = RemoteRetriever(url, deadline, Patience(**(QUICK | patience)), retries)
             stack.callback(client.close_sync)
             return client
 
@@ -125,6 +125,39 @@ def test_what_may_pass_is_tried_again(server, remote, failure):
     found, stats = once(server, remote(server))
     assert found == [documents("a", 1)]
     assert (stats["retriever/requests"], stats["retriever/retries"]) == (3, 2) and not stats["retriever/failures"]
+
+
+def test_pauses_double_and_are_drawn(remote):
+    """Between half of 0.1, 0.2, 0.4 ... 2 s and all of it, so that searches that failed together come back apart."""
+    client = remote("http://127.0.0.1:1", backoff=0.1, longest_backoff=2.0)
+    for tries, longest in enumerate((0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0), 1):
+        drawn = [client._backoff(tries) for _ in range(200)]
+        assert longest / 2 <= min(drawn) < 0.6 * longest and 0.9 * longest < max(drawn) <= longest
+
+
+def test_a_server_says_when_to_come_again(server, remote):
+    """But no later than the longest pause of the breaker."""
+    server.script = [(503, b"", {"Retry-After": "9"})]
+    began = time.monotonic()
+    assert once(server, remote(server, longest_pause=0.3))[0] == [documents("a", 1)]
+    assert 0.3 <= time.monotonic() - began < 9
+
+
+def test_proxies_of_the_environment_are_not_used(server, remote, closed_port, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, closed_port)
+    assert once(server, remote(server, deadline=2.0))[0] == [documents("a", 1)]
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_no_more_retries_than_asked_for(server, remote, retries):
+    client = remote(server, retries=retries)
+    server.script = [(503, b"")] * retries
+    assert client.search_sync(["a"], 1) == [documents("a", 1)]
+    server.script = [HANG_UP] + [(503, b"")] * retries
+    with pytest.raises(SearchFailed, match=rf"(answered 503|disconnected).*; retriever.retries={retries} are used up"):
+        client.search_sync(["a"], 1)
+    assert len(server.asked) == 2 * (retries + 1) and client.pop_stats()["retriever/retries"] == 2 * retries
 
 
 @pytest.mark.parametrize(
@@ -329,6 +362,8 @@ def test_refusals_do_not_open_it(server, remote):
     for _ in range(5):
         with pytest.raises(SearchFailed, match="422"):
             client.search_sync(["a"], 1)
+    server.usual, server.script = good, [(429, {})] * 5  # it is busy, not away
+    assert client.search_sync(["a"], 1) == [documents("a", 1)]
     assert not client.pop_stats()["retriever/breaker_opens"]
 
 
@@ -456,7 +491,7 @@ def test_open_by_configuration(server):
     server.health = [ABOUT]
     local = {"corpus": "absent.jsonl", "encoder": "hashed", "dim": 32, "char_weight": 0.7}
     for url in (server.url, f"{server.url}/", f"{server.url}/retrieve"):
-        opened = open_retriever({"kind": "remote", "url": url, "deadline": 5.0, "topk": 2, **local})
+        opened = open_retriever({"kind": "remote", "url": url, "deadline": 5.0, "retries": 3, "topk": 2, **local})
         assert opened.search_sync(["a"], 2) == [documents("a", 2)]
         assert (opened.info["topk"], opened.info["url"]) == (2, f"{server.url}/retrieve")
         opened.close_sync()
@@ -471,6 +506,8 @@ def test_open_by_configuration(server):
         ({"url": 8000}, "url is 8000"),
         ({"deadline": 0}, "deadline must be seconds above 0, it is 0"),
         ({"deadline": "soon"}, "deadline .* 'soon'"),
+        ({"retries": -1}, "retries must be a whole number, 0 for none, it is -1"),
+        ({"retries": 2.5}, "retries .* 2.5"),
         ({"topk": 0}, "topk.* 0"),
         ({"dedline": 3}, "unknown retriever setting 'dedline'; known: .*deadline"),
         ({"kind": "local", "corpus": "c", "encoder": "hashed"}, 'kind is "local"; set retriever.kind'),
@@ -513,7 +550,7 @@ def test_a_run_goes_on_with_a_server_elsewhere_but_not_with_another_index(server
     config = parallel_tiny.get_config()
     config.retriever.update(kind="remote", url="http://elsewhere:8000")
     old = resume.describe(config)
-    config.retriever.update(url=server.url, deadline=5.0)
+    config.retriever.update(url=server.url, deadline=5.0, retries=3)
     resume.check_same(old, resume.describe(config), "checkpoint 1")
     server.health = [ABOUT, ABOUT, ABOUT | {"index": "other"}]
     first, same, other = (resume.fingerprints(config) for _ in range(3))

@@ -1,16 +1,13 @@
 """R1-Searcher's rewards, under tags as its own and under ours, and its metrics on its own trajectories."""
 
-import dataclasses
 import json
-import re
 
 import pytest
 from reward_cases import ASK, DOCS, PARIS, RIGHT, ROOT, SAW, SPLIT, THINK, WRONG, episode
 
 from parasearch_jax.data import Question
 from parasearch_jax.data import r1_searcher_metrics as metrics
-from parasearch_jax.protocol import Protocol
-from parasearch_jax.protocol.search_r1 import SEARCH_R1
+from parasearch_jax.protocol import get_protocol
 from parasearch_jax.rewards import score
 from parasearch_jax.rewards.r1_searcher import LLAMA_QUIRKS, QWEN_QUIRKS, STAGE1_QUIRKS
 from parasearch_jax.rollout import Episode, Segment
@@ -19,22 +16,7 @@ STAGES = {"r1_searcher_stage1": STAGE1_QUIRKS, "r1_searcher_stage2": QWEN_QUIRKS
 STAGES |= {"r1_searcher_stage2_llama": LLAMA_QUIRKS}
 
 
-@dataclasses.dataclass(frozen=True)
-class Pipes(Protocol):
-    """R1-Searcher's strings, as far as a scorer of text sees them."""
-
-    def tags(self):
-        query = "<|begin_of_query|>", "<|end_of_query|>"
-        return {"search": query, "answer": ("<answer>", "</answer>")}
-
-    def document(self, number, title, text):
-        return f"({number}){title} {text}\n"
-
-    def observation(self, blocks):
-        return f"\n\n<|begin_of_documents|>\n{''.join(blocks)}<|end_of_documents|>\n\n"
-
-
-PIPES = Pipes("pipes", SEARCH_R1.prompt)
+PIPES = get_protocol("r1_searcher")
 OPEN = Segment("prompt", "User: q\nAssistant: <think>")
 QUERY, BLOCK = "a <|begin_of_query|> q <|end_of_query|>", PIPES.observation(["(1)T text\n"])
 CLEAN = [("policy", QUERY), ("docs", BLOCK), ("policy", "so </think>\n\n<answer> Paris </answer>")]
@@ -197,12 +179,11 @@ def test_metrics(prediction, golds, em, f1, bag, contiguous):
 
 
 DATA = ROOT.parent / "shared/data/trajectories"
-BLOCKS = re.compile(r"(\n*<\|begin_of_documents\|>.*?<\|end_of_documents\|>\n*)", re.DOTALL)
 
 
 def test_released_on_the_authors_trajectories(golden):
-    """EM, F1 and both cover-EMs of every line; and of the reward the F1, and which lines have a query more or less than
-    documents."""
+    """Queries, documents and the answer of every line; EM, F1 and both cover-EMs; and of the reward the F1, and which
+    lines have a query more or less than documents."""
     files = json.loads(golden("r1searcher_metrics.json").read_text())["files"]
     lines = 0
     for name, rows in files.items():
@@ -212,8 +193,11 @@ def test_released_on_the_authors_trajectories(golden):
             names = "em", "f1", "cover_em_bag", "cover_em_contiguous"
             found = {n: round(metric(row["pred"], line["answer"]), 6) for n, metric in zip(names, ours, strict=True)}
             assert found == {n: row[n] for n in names}, row["id"]
-            pieces = BLOCKS.split(line["gen_text_store"])
-            played = pipes(*(("docs" if i % 2 else "policy", piece) for i, piece in enumerate(pieces)))
+            pairs = [("prompt", OPEN.text), *PIPES.split(line["gen_text_store"])]
+            assert "".join(text for _, text in pairs[1:]) == line["gen_text_store"]
+            played = Episode.from_text(pairs, PIPES)
+            assert len(played.searches) == row["n_query_end"] == sum(source == "docs" for source, _ in pairs)
+            assert played.answer == row["pred"].strip(), row["id"]
             parts = score("r1_searcher_stage2", played, Question(row["id"], "?", line["answer"]), "released")
             if "</answer>" in line["gen_text_store"]:
                 assert round(parts["f1"], 6) == row["f1"], row["id"]

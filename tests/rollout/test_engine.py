@@ -14,7 +14,7 @@ from scripted import PROTOCOL, Fake, random_model, until
 from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import get_protocol
 from parasearch_jax.rollout import Answer, Engine, Invalid, Search, job, sampler
-from parasearch_jax.rollout.observation import build_observation
+from parasearch_jax.rollout.observation import build_observation, document_blocks
 from parasearch_jax.rollout.shards import Shards
 
 # ---------------------------------------------------------------------------------------------------------- episodes
@@ -102,7 +102,8 @@ def test_documents_in_query_order_within_the_budget(script, start):
     retriever = Fake(words=60)
     (episode,) = play(start(script, observation_tokens=100, topk=2), "A", retriever)
     documents = [[retriever.document(query, i) for i in range(2)] for query in ("a1", "a2")]
-    text, want, _ = build_observation(PROTOCOL, script.tokenizer, documents, 100)
+    blocks = document_blocks(PROTOCOL, documents)
+    text, want, _ = build_observation(PROTOCOL, script.tokenizer, blocks, 100)
     assert episode.segments[2].text == text and list(episode.segments[2].ids) == want and len(want) <= 100
     assert 0 < text.index("a1") < text.index("Doc 1", 40) < text.index("a2")
 
@@ -202,7 +203,7 @@ def test_a_held_search_holds_nobody_else(script, start, monkeypatch):
     finished, original = [], job.Job._finish
 
     def spy(self, slot, reason):
-        finished.append(self.slots[slot].episode.question_id)
+        finished.append(self.slots.runs[slot].episode.question_id)
         return original(self, slot, reason)
 
     monkeypatch.setattr(job.Job, "_finish", spy)

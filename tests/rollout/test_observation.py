@@ -7,7 +7,8 @@ from scripted import PROTOCOL, byte_tokenizer, toy_tokenizer
 
 from parasearch_jax.errors import UserError
 from parasearch_jax.retrieval import Document
-from parasearch_jax.rollout.observation import build_observation, shares
+from parasearch_jax.rollout import observation
+from parasearch_jax.rollout.observation import document_blocks, shares
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,10 @@ def encode(tokenizer, text):
 
 def documents(*words):
     return [Document(str(i), f'"t{i}"\n{"w" * n}') for i, n in enumerate(words)]
+
+
+def build_observation(protocol, tokenizer, results, *args):
+    return observation.build_observation(protocol, tokenizer, document_blocks(protocol, results), *args)
 
 
 def test_shares():

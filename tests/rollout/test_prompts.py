@@ -1,7 +1,6 @@
 """A group's prompt is fed once; its other samples get a copy of the cells."""
 
 import re
-from collections import deque
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from parasearch_jax.data import Question
 from parasearch_jax.models.decoder import DecoderConfig
 from parasearch_jax.rollout import Engine, Episode, job, sampler, stops
 from parasearch_jax.rollout.sampler import Sampling
+from parasearch_jax.rollout.slots import Run, Slots
 from parasearch_jax.sharding import rules
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
@@ -44,11 +44,18 @@ def tokens(episodes, source):
     return sum(len(s.ids) for e in episodes for s in e.segments if s.source == source)
 
 
+def fed_anew(run):
+    """A prompt that is no other's."""
+    run.prompt = tuple(list(run.prompt))
+    return run
+
+
 @pytest.fixture(scope="module")
 def apart(dice):
     """Episodes of which each had its prompt fed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job.Job, "_place", lambda self, shard, prompt: (self.free[shard].pop(), None))
+        real = Slots._place
+        patch.setattr(Slots, "_place", lambda self, shard, run: real(self, shard, fed_anew(run)))
         episodes, stats = roll(dice, 1, 16)
     fed = sum(tokens(episodes, source) for source in ("prompt", "docs", "notice"))
     assert stats["tokens/prefilled"] == fed and tokens(episodes, "docs") and tokens(episodes, "notice")
@@ -59,16 +66,17 @@ def apart(dice):
 def test_a_prompt_is_fed_once_however_few_slots(dice, apart, monkeypatch, fsdp, slots):
     """Over a whole rollout, with the episodes of separate prompts. Members that come late take over from one that has
     decoded and read documents, or the slot of one that has ended."""
-    placed, real = [], job.Job._place
+    placed, real = [], Slots._place
 
-    def spy(self, shard, prompt):
-        living = {slot for slot, run in self.slots.items() if run.prompt is prompt}
-        slot, source = real(self, shard, prompt)
-        assert source in {None, slot, *living} and slot not in self.slots
-        placed.append("fed" if source is None else "same slot" if source == slot else "copied")
-        return slot, source
+    def spy(self, shard, run):
+        taken = dict(self.runs)
+        living = {slot for slot, other in taken.items() if other.prompt is run.prompt}
+        slot, run = real(self, shard, run)
+        assert run.source in {None, slot, *living} and slot not in taken
+        placed.append("fed" if run.source is None else "same slot" if run.source == slot else "copied")
+        return slot, run
 
-    monkeypatch.setattr(job.Job, "_place", spy)
+    monkeypatch.setattr(Slots, "_place", spy)
     episodes, stats = roll(dice, fsdp, slots)
     prompts = tokens(episodes[::SAMPLES], "prompt")  # all of a group are in one shard
     assert stats["tokens/prefilled"] == prompts + tokens(episodes, "docs") + tokens(episodes, "notice")
@@ -88,20 +96,11 @@ def test_every_slot_gets_the_cells_of_its_prompt(seed):
     As on the device, what is fed stands there before anything is copied, and copies read what stood there before them.
     """
     rng, n = np.random.default_rng(seed), 6
-    placing = object.__new__(job.Job)
-    placing.free, placing.groups, placing.slots = [list(range(n)), list(range(n, 2 * n))], [deque(), deque()], {}
-    placing.prompts, placing.feeds = [{}, {}], {}
-    groups = [(f"p{i}", [7, 8]) for i in range(40)]
-    placing.queue = deque(
-        job.Group([job.Run(Episode(), prompt, 0, Sampling()) for _ in range(size)])
-        for prompt, size in zip(groups, rng.integers(1, 10, len(groups)), strict=True)
-    )
-    placing.left = {run: group for group in placing.queue for run in group.runs}
+    placing, groups = Slots(2, n), [(f"p{i}", [7, 8]) for i in range(40)]
+    for prompt, size in zip(groups, rng.integers(1, 10, len(groups)), strict=True):
+        placing.add([Run(Episode(), prompt, 0, Sampling()) for _ in range(size)])
     cells, fed, copied = [None] * 2 * n, [], 0
-    while placing.queue or placing.slots:
-        placing._admit()
-        placed = [(slot, placing.slots[slot]) for slot in placing.feeds]
-        placing.feeds = {}
+    while (placed := list(placing.admit())) or placing.runs:
         for slot, run in placed:
             if run.source is None:
                 cells[slot] = run.prompt
@@ -111,10 +110,9 @@ def test_every_slot_gets_the_cells_of_its_prompt(seed):
             if run.source is not None:
                 assert run.source // n == slot // n
                 cells[slot], copied = before[run.source], copied + 1
-        assert all(cells[slot] is run.prompt for slot, run in placing.slots.items())
-        for slot in rng.permutation(list(placing.slots))[: rng.integers(1, n)].tolist():
-            del placing.slots[slot]
-            placing.free[slot // n].append(slot)
+        assert all(cells[slot] is run.prompt for slot, run in placing.runs.items())
+        for slot in rng.permutation(list(placing.runs))[: rng.integers(1, n)].tolist():
+            placing.release(slot)
     assert fed == sorted(fed, key=groups.index) and len(fed) == len(groups) and copied > len(groups)
 
 
@@ -122,7 +120,7 @@ def test_a_prompt_of_one_token(dice):
     """It is pending from the start: nothing of it lies in the cache."""
     running = Engine(dice, slots=3, **LIMITS)
     prompt = "x", dice.tokenizer("x")["input_ids"]
-    apart, together = ([job.Run(Episode(sample=i), prompt, i, Sampling()) for i in range(3)] for _ in "ab")
+    apart, together = ([Run(Episode(sample=i), prompt, i, Sampling()) for i in range(3)] for _ in "ab")
     assert len(prompt[1]) == 1
     for groups in ([job.Group([run]) for run in apart], [job.Group(together)]):
         running._finish(job.Job(running, None, None, step=0, turn_tokens=9), groups)

@@ -221,7 +221,7 @@ def test_a_failed_search_earns_what_an_answered_one_does(variant):
 
 def test_the_notice_is_the_protocols():
     for name in ("parallel", "search_r1"):
-        protocol = get_protocol(name, docs="found", failed_notice="Try again.")
+        protocol = get_protocol(name, docs=("<found>", "</found>"), failed_notice="Try again.")
         assert protocol.failed() == "\n\n<found>Try again.</found>\n\n"
         pairs = [("policy", "<search>a</search>"), ("notice", protocol.failed())]
         assert [type(a) for a in Episode.from_text(pairs, protocol).actions] == [Search]

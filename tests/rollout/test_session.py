@@ -17,6 +17,7 @@ from parasearch_jax.data import Question
 from parasearch_jax.errors import UserError
 from parasearch_jax.rollout import Engine, Episode, Invalid, job, sampler, shards
 from parasearch_jax.rollout.sampler import Sampling
+from parasearch_jax.rollout.slots import Run, Slots
 
 HELD = LIMITS | dict(deterministic=False)
 
@@ -133,12 +134,12 @@ def test_pieces_are_whole_characters_of_any_bytes(seed):
     parts = [text.encode() for text in ("é", "😀", "a", "</s", "中", "\u200d", "\u0301")]
     parts += [b"\xf0\x9f", b"\xc3", b"\x80"]
     saying = object.__new__(job.Job)
-    saying.engine = Engine.__new__(Engine)
+    saying.engine, saying.slots = Engine.__new__(Engine), Slots(1, 1)
     saying.engine.tokenizer, saying.active = tokenizer, {0}
     for _ in range(50):
         text, told = b"".join(rng.choices(parts, k=8)), []
-        run = job.Run(Episode(), ("", []), 0, Sampling(), on_text=lambda _, piece, told=told: told.append(piece))
-        saying.slots = {0: run}
+        run = Run(Episode(), ("", []), 0, Sampling(), on_text=lambda _, piece, told=told: told.append(piece))
+        saying.slots.runs[0] = run
         for byte in text:
             run.ids.append(tokenizer.convert_tokens_to_ids(byte_char(byte)))
             run.logprobs.append(0.0)

@@ -33,7 +33,8 @@ class Seen:
             return extend(shards, rows, key)
 
         def spy_decode(under_way):
-            waiting, before = under_way.queue or any(under_way.groups), dict(under_way.engine.stats)
+            waiting = under_way.slots._queue or any(under_way.slots._groups)
+            before = dict(under_way.engine.stats)
             ended = decode(under_way)
             if waiting:
                 after = under_way.engine.stats

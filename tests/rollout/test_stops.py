@@ -15,7 +15,7 @@ from scripted import PROTOCOL, byte_char, byte_tokenizer, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from parasearch_jax.errors import UserError
-from parasearch_jax.protocol import get_protocol
+from parasearch_jax.protocol import PROTOCOLS, Turn, get_protocol
 from parasearch_jax.rollout import stops
 from parasearch_jax.toy.tokenizer import END
 
@@ -24,13 +24,13 @@ PIECES = [*TAGS, "<", "/", ">", "</", "search", "answer", "sea", "rch", "x", "é
 PIECES += ["<Search>", " ", "\n\n", "<<", "<search", "/search>"]
 
 
-def tag_soup(rng, pieces):
-    return "".join(rng.choice(TAGS if rng.random() < 0.4 else PIECES) for _ in range(pieces))
+def tag_soup(rng, pieces, tags=TAGS):
+    return "".join(rng.choice(tags if rng.random() < 0.4 else PIECES) for _ in range(pieces))
 
 
 def is_complete(protocol, text):
     """The parser finds a complete block: a character put behind the text is not part of it."""
-    return protocol.parse(text + "!").end <= len(text)
+    return protocol.parse(text + "!", turn=Turn(last=True)).end <= len(text)
 
 
 def naive_stop(protocol, tokens, join=lambda tokens: b"".join(tokens).decode(errors="replace")):
@@ -85,12 +85,25 @@ def test_every_case_under_random_cuts():
     assert sum(n is None for n in found) > 50 and sum(n is not None for n in found) > 50
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL, get_protocol("search_r1"), get_protocol(PROTOCOL, answer="sea")])
+@pytest.mark.parametrize(
+    "protocol", [PROTOCOL, get_protocol("search_r1"), get_protocol(PROTOCOL, answer=("<sea>", "</sea>"))]
+)
 def test_random_texts_full_of_tags(protocol):
     rng = random.Random(1)
     texts = [tag_soup(rng, rng.randint(1, 16)) for _ in range(600)]
     found = check(protocol, [cut(rng, text.encode()) for text in texts])
     assert 150 < sum(n is not None for n in found) < 450
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_every_agents_tags(name):
+    """Pipe tags, lines, tags that close two kinds or are open from the start."""
+    protocol, rng = PROTOCOLS[name], random.Random(2)
+    tags = [tag for kind, pair in protocol.tags().items() if kind in protocol.stops for tag in pair if tag]
+    parts = [*tags, *(tag[: len(tag) // 2] for tag in tags)]
+    texts = [tag_soup(rng, rng.randint(1, 16), parts) for _ in range(300)]
+    found = check(protocol, [cut(rng, text.encode()) for text in texts])
+    assert sum(n is not None for n in found) > 30 and sum(n is None for n in found) > 30
 
 
 def test_tokens_that_hold_tags():

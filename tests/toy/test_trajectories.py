@@ -5,10 +5,13 @@ import random
 
 import pytest
 
-from parasearch_jax.protocol import get_protocol
+from parasearch_jax.protocol import PROTOCOLS, get_protocol
+from parasearch_jax.protocol.search_o1 import NO_INFORMATION
+from parasearch_jax.rewards.format import valid_by_provenance
 from parasearch_jax.rollout import Answer, Episode, Invalid, Search
 from parasearch_jax.toy import names, questions, trajectories, world
-from parasearch_jax.toy.questions import Lookup
+from parasearch_jax.toy.questions import Lookup, value
+from parasearch_jax.toy.recipe import toy_protocol
 from parasearch_jax.toy.tokenizer import END
 from parasearch_jax.toy.trajectories import Mix, Teller
 
@@ -21,7 +24,7 @@ def tell(kind, mix, count=COUNT, protocol=PROTOCOL):
     """[(task, episode)] over one world."""
     rng, drawn = random.Random(f"tell {kind}"), world.make_world("tell")
     tasks = [questions.draw_task(rng, drawn, kind) for _ in range(count)]
-    return [(t, Episode.from_text(Teller(rng, drawn, t, protocol, mix).tell(), protocol)) for t in tasks]
+    return [(t, Episode.from_text(Teller(rng, drawn, t, protocol, mix).tell(), protocol, t.text)) for t in tasks]
 
 
 def shape(episode):
@@ -182,3 +185,38 @@ def test_drills_are_the_end_of_a_trajectory():
             assert told.startswith(f" {first} {second} {'Same' if first == second else 'Different'}.")
         else:  # the earlier year is said before the answer
             assert told.startswith(f" First {min(questions.value(drawn, x) for x in task.lookups)} {task.answer}.")
+
+
+# ------------------------------------------------------------------------------------------------------- other agents
+
+
+@pytest.mark.parametrize("name", [name for name in PROTOCOLS if PROTOCOLS[name].searches and name != "rag"])
+def test_every_agent_finds_its_answer_in_its_own_conversation(name):
+    """Without mishaps each searches for what it lacks, is well-formed, and answers right."""
+    protocol, drawn = toy_protocol(name), world.make_world("tell")
+    for kind in questions.MAKERS:
+        for task, episode in tell(kind, CLEAN, 60, protocol):
+            assert episode.answer == task.answer and valid_by_provenance(episode)
+            assert not any(isinstance(action, Invalid) for action in episode.actions)
+            shown = "".join(s.text for s in episode.segments if s.source == "docs")
+            assert all(lookup.title in shown and value(drawn, lookup) in shown for lookup in task.lookups)
+
+
+@pytest.mark.parametrize("name", ["no_search", "direct", "cot", "rag"])
+def test_agents_that_cannot_search_again_guess(name):
+    protocol = toy_protocol(name)
+    right = [e.answer == t.answer for t, e in tell("sequential", Mix(), 200, protocol)]
+    assert share(right) < 0.3
+    assert all(shape(e) == "A" for _, e in tell("single", CLEAN, 50, protocol))
+
+
+def test_extra_calls_tell_what_the_document_says_or_that_it_does_not():
+    rng, drawn, protocol, told = random.Random(0), world.make_world("tell"), toy_protocol("search_o1"), []
+    for _ in range(300):
+        teller = Teller(rng, drawn, questions.draw_task(rng, drawn, "single"), protocol, Mix())
+        teller.tell()
+        told += zip(teller.extra[::2], teller.extra[1::2], strict=True)
+    for (_, asked), (_, said) in told:
+        known = said.removeprefix("Final Information: ").removesuffix(f".{END}").partition(": ")
+        assert NO_INFORMATION in said or (f"(Title: {known[0]})" in asked and known[2] in asked)
+    assert 0.02 < share(NO_INFORMATION in said for _, (_, said) in told) < 0.2
