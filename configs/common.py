@@ -136,6 +136,7 @@ def base(name: str) -> ConfigDict:
                 keep=2,  # the last checkpoints, and with eval_every also
                 best="em",  # the one with the highest of these on data.dev
             ),
+            evaluation=dict(sampled=False),  # True: not only greedy, once more at algorithm.temperature
             guard=dict(  # guards.GuardConfig; a limit of 0 is off
                 on_alarm="warn",  # or "stop"
                 patience=3,  # steps in a row

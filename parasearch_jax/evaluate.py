@@ -23,6 +23,8 @@ from parasearch_jax.rollout import Engine, Episode
 from parasearch_jax.workdir import Workdir
 from parasearch_jax.writers import Console
 
+SAMPLED = "_sampled"  # evaluations at the temperature of training; the others are greedy
+
 Subsets = dict[str, dict[str, Any]]  # {subset: {"n", "em", ...}}, `E` of results.json
 
 
@@ -32,13 +34,15 @@ def evaluate(
     protocol: Protocol,
     retriever: Retriever,
     normalizer: str = "squad",
+    temperature: float = 0.0,
 ) -> tuple[Subsets, list[Episode]]:
-    """One greedy episode of every question, and what they amount to; with several hosts each does its share.
+    """One episode of every question, greedy or sampled, and what they amount to; with several hosts each does a share.
 
     seconds_per_question is the time of all by their number, with all slots of the engine at work.
     """
     start = time.perf_counter()
-    episodes = hosts.spread(lambda mine: engine.rollout(mine, protocol, retriever, temperature=0.0), questions)
+    how = {"temperature": temperature}  # step 0 is no training step's, so sampled numbers are those of no rollout
+    episodes = hosts.spread(lambda mine: engine.rollout(mine, protocol, retriever, **how), questions)
     seconds = time.perf_counter() - start
     subsets = summarize(episodes, questions, protocol, normalizer, intervals=True)
     for numbers in subsets.values():
@@ -60,9 +64,11 @@ def due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
     """(name, questions) of the evaluations of the weights of a step: before and after training, and on data.dev."""
     steps, every = config.train.steps, config.train.eval_every
     due = [(f"dev_step_{step:06d}", "dev")] if step and every and step % every == 0 else []
-    if step == steps:
-        return [*due, ("final", "test")]
-    return [*due, ("initial", "test")] if step == 0 else due
+    if step not in (0, steps):
+        return due
+    name = "final" if step == steps else "initial"
+    sampled = [(f"{name}{SAMPLED}", "test")] if config.evaluation.sampled else []
+    return [*due, (name, "test"), *sampled]
 
 
 class Evaluations:
@@ -94,7 +100,8 @@ class Evaluations:
     def _make(self, name: str, questions: Sequence[Question]) -> Subsets:
         engine, protocol, retriever = self._asked
         normalizer = self._config.data.normalizer
-        subsets, episodes = evaluate(engine, questions, protocol, retriever, normalizer)
+        temperature = self._config.algorithm.temperature if name.endswith(SAMPLED) else 0.0
+        subsets, episodes = evaluate(engine, questions, protocol, retriever, normalizer, temperature)
         engine.pop_stats()
         retriever.pop_stats()
         em = answer_metrics(normalizer)["em"]

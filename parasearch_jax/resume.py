@@ -38,10 +38,11 @@ MAY_DIFFER = frozenset(
     {
         "name",  # a label in results.json
         "train.steps",  # a longer run begins with the shorter one: nothing is scheduled by the number of steps
-        "train.save_every",  # these four: when something is written or measured
+        "train.save_every",  # these and the next: when something is written or measured
         "train.episodes_every",
         "train.eval_every",
         "train.best",
+        "evaluation",  # what else is measured
         "train.keep",  # which checkpoints stay
         "guard",  # looks on and changes nothing, but that it may end the run
         "mesh",  # these two: where the run goes; last bits differ with the number of devices
@@ -58,6 +59,7 @@ INPUTS = ("model.path", *QUESTIONS, "data.episodes", "retriever.corpus", "retrie
 
 # What the end of a run leaves; all of it speaks of the weights of the last step.
 END = ("results.json", "report.md", "episodes.html", "evals/final.json", "episodes/final.jsonl")
+END += ("evals/final_sampled.json", "episodes/final_sampled.jsonl")
 END_FOLDERS = ("model", "report")
 
 _NOTHING = object()

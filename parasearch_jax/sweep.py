@@ -93,16 +93,32 @@ class Row:
 def rows_of(config: ConfigDict, workdir: Path) -> list[Row]:
     """The rows of a sweep, point by point. Raises UserError for a leaf that the configuration has not, a value of
     another type, and points that are the same."""
-    points, rows = json.loads(config.sweep.points), []
-    if not points or not config.sweep.seeds:
+    rows = _rows(json.loads(config.sweep.points), config.sweep.seeds, workdir)
+    if not rows:
         raise UserError("the sweep has no points or no seeds: give at least one of each")
-    for point, seed in itertools.product(points, config.sweep.seeds):
-        _configured(config.base, point, seed, "")
-        label = ",".join(f"{leaf.rpartition('.')[2]}={value}" for leaf, value in point.items()) or "base"
-        rows.append(Row(point, seed, workdir / f"{label},seed={seed}".replace("/", "_")))
+    for row in rows:
+        _configured(config.base, row.point, row.seed, "")
     if twice := [name for name in {r.name for r in rows} if sum(r.name == name for r in rows) > 1]:
         raise UserError(f"the sweep has {twice[0]!r} twice: give every point once")
     return rows
+
+
+def read_rows(workdir: str | Path) -> list[Row]:
+    """The finished rows of a sweep's work directory. Raises UserError if it is none."""
+    path = Path(workdir, "sweep.json")
+    if not path.exists():
+        raise UserError(f"{workdir} is no sweep's work directory: it has no sweep.json")
+    known = json.loads(path.read_text(encoding="utf-8"))
+    rows = _rows(known["points"], known["seeds"], Path(workdir))
+    return [row for row in rows if row.finished]
+
+
+def _rows(points: Sequence[Point], seeds: Sequence[int], workdir: Path) -> list[Row]:
+    out = []
+    for point, seed in itertools.product(points, seeds):
+        label = ",".join(f"{leaf.rpartition('.')[2]}={value}" for leaf, value in point.items()) or "base"
+        out.append(Row(point, seed, workdir / f"{label},seed={seed}".replace("/", "_")))
+    return out
 
 
 def sweep(config: ConfigDict, workdir: str | Path) -> list[Row]:
@@ -194,10 +210,9 @@ def _share_initial(config: ConfigDict, work: Path, children: set) -> dict[Path, 
         if not (path / "results.json").exists():
             row = Row({}, 0, path)
             raise UserError(f"the evaluation before training failed: {_last_line(row)} ({path / LOG})")
-    return {path / f"{folder}/final.{kind}": f"{folder}/initial.{kind}" for folder, kind in FILES.items()}
+    files = [file for folder in ("evals", "episodes") for file in (path / folder).glob("final*")]
+    return {file: f"{file.parent.name}/{file.name.replace('final', 'initial')}" for file in files}
 
-
-FILES = {"evals": "json", "episodes": "jsonl"}
 
 # --------------------------------------------------------------------------------------------------- where rows run
 

@@ -17,13 +17,14 @@ from parasearch_jax.writers import write_text
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """`subset` and `metric` as results.json has them, shown as factor * value."""
+    """`subset` and `metric` of an evaluation as results.json has them, shown as factor * value."""
 
     heading: str
     subset: str
     metric: str
     factor: float = 1.0
     digits: int = 2
+    evaluation: str = "final"  # or "final_sampled"
     paper: tuple[float | None, ...] = ()  # as shown, by point; none: the paper has no such column
 
 
@@ -64,10 +65,11 @@ def write_tables(workdir: Path, table: Mapping[str, Any], runs: Sequence[tuple[M
 def _cell(column: Column, results: Sequence[Mapping], place: int) -> Cell:
     values = []
     for result in results:
-        final = result["evals"]["final"]
-        if column.subset not in final:
-            raise UserError(f"the table asks for the subset {column.subset!r}; results have {', '.join(final)}")
-        values.append(column.factor * final[column.subset][column.metric])
+        subsets = result["evals"].get(column.evaluation, {})
+        if column.subset not in subsets:
+            there = ", ".join(f"{name}: {', '.join(found)}" for name, found in result["evals"].items())
+            raise UserError(f"the table asks for {column.subset!r} of {column.evaluation!r}; the results have {there}")
+        values.append(column.factor * subsets[column.subset][column.metric])
     return Cell(tuple(values), column.paper[place] if place < len(column.paper) else None)
 
 

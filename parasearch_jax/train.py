@@ -186,7 +186,7 @@ def finish(config, work, model, state, evals, retriever, console, method, varian
         "method": method,
         "variant": variant,
         "retriever": retriever.info,
-        "evals": {name: evals[name] for name in ("initial", "final") if evals.get(name)},
+        "evals": {name: found for name, found in evals.items() if found and not name.startswith("dev_")},
         "seconds": work.seconds(),
         "slots": config.rollout.slots * jax.process_count(),  # what seconds_per_question were measured with
         "normalizer": config.data.normalizer,

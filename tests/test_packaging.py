@@ -26,7 +26,11 @@ def test_extras_are_those_of_the_files():
     assert extras["serve"] == list(requirements("requirements-serve.txt").values())
     assert extras["bm25"] == list(requirements("requirements-bm25.txt").values())
     assert extras["parquet"] == list(requirements("requirements-parquet.txt").values())
-    assert {*extras["serve"], *extras["bm25"], *extras["parquet"]} < set(extras["dev"])  # so that their tests run
+    assert {*extras["serve"], *extras["bm25"], *extras["parquet"], *extras["cluster"]} < set(
+        extras["dev"]
+    )  # so that their tests run
+    assert extras["notebooks"] == list(requirements("requirements-notebooks.txt").values())
+    assert extras["cluster"] == list(requirements("requirements-cluster.txt").values())
     assert extras["cuda12"] == [requirements("requirements-cuda12.txt")["jax"]]
 
 

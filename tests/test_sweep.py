@@ -15,7 +15,7 @@ import table4
 
 from parasearch_jax import sweep as sweeps
 from parasearch_jax.errors import UserError
-from parasearch_jax.sweep import grid, make_sweep, rows_of, sweep
+from parasearch_jax.sweep import grid, make_sweep, read_rows, rows_of, sweep
 from parasearch_jax.tables import write_tables
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +66,9 @@ def test_table4_has_the_papers_seven_settings():
     full = table4.get_config()
     columns = {c["heading"]: c for c in full.table.to_dict()["columns"]}
     best = points.index({"reward.lambda_d": 0.15, "reward.lambda_s": 0.35})
-    assert [columns[f"hotpotqa {n}"]["paper"][best] for n in ("EM %", "DR %", "turns")] == [65.6, 94.3, 2.08]
-    assert columns["2wikimultihopqa turns"]["paper"][4] == 2.96  # lambda_s = 0
+    assert [columns[f"hotpotqa {n}, sampled"]["paper"][best] for n in ("EM %", "DR %", "turns")] == [65.6, 94.3, 2.08]
+    assert columns["2wikimultihopqa turns, sampled"]["paper"][4] == 2.96  # lambda_s = 0
+    assert full.base.evaluation.sampled and columns["hotpotqa EM %"]["evaluation"] == "final"
     assert full.base.model.path == "models/Qwen2.5-7B-Instruct"
 
 
@@ -104,7 +105,7 @@ def test_table(tmp_path):
     ]  # fmt: skip
     assert (tmp_path / "table.png").stat().st_size > 1000
     columns = [{"heading": "x", "subset": "hotpotqa", "metric": "em"}]
-    with pytest.raises(UserError, match="subset 'hotpotqa'; results have all, parallel"):
+    with pytest.raises(UserError, match=r"asks for 'hotpotqa' of 'final'; the results have final: all, parallel"):
         write_tables(tmp_path, TABLE | {"columns": columns}, runs)
 
 
@@ -118,12 +119,12 @@ def test_a_failed_row_is_named_and_run_again(tmp_path, monkeypatch, capsys):
         if path.name in broken:
             return (path / sweeps.LOG).write_text("...\nerror: no memory\n")
         final = {"all": {"em": 1.0}, "parallel": {"turns": row["reward"]["lambda_d"]}}
-        for folder, kind in sweeps.FILES.items():
-            (path / folder).mkdir(exist_ok=True)
+        for file in ("evals/{}.json", "episodes/{}.jsonl", "evals/{}_sampled.json"):
             if not row["train"]["steps"]:
-                (path / folder / f"final.{kind}").write_text("shared")
+                (path / file).parent.mkdir(exist_ok=True)
+                (path / file.format("final")).write_text("shared")
             else:
-                assert (path / folder / f"initial.{kind}").read_text() == "shared"
+                assert (path / file.format("initial")).read_text() == "shared"
         (path / "results.json").write_text(json.dumps({"evals": {"final": final}}))
 
     monkeypatch.setattr(sweeps, "_run_here", run_here)
@@ -134,6 +135,9 @@ def test_a_failed_row_is_named_and_run_again(tmp_path, monkeypatch, capsys):
     broken.clear()
     assert all(row.finished for row in sweep(config, work))
     assert ran[3:] == ["lambda_d=0.5,seed=0"] and "| 0.5 | 1 |" in capsys.readouterr().out
+    assert [row.name for row in read_rows(work)] == ["lambda_d=0.0,seed=0", "lambda_d=0.5,seed=0"]
+    with pytest.raises(UserError, match="is no sweep's work directory"):
+        read_rows(tmp_path)
     other = config_of([{"reward.lambda_d": 0.0}], tmp_path)
     other.base.train.steps = 2
     with pytest.raises(UserError, match="holds a sweep over another configuration"):

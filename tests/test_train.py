@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import parallel_tiny
 import pytest
+from ml_collections import ConfigDict
 
 from parasearch_jax import train as training
 from parasearch_jax.checkpoint import Checkpoints
@@ -112,8 +113,17 @@ def test_checkpoint_and_model_are_the_trained_weights(run):
 
 
 def test_the_same_run_gives_the_same_weights_bit_for_bit(run, tmp_path):
+    """Evaluated by samples too, which changes nothing else."""
     config, workdir, results = run
+    config = ConfigDict(config.to_dict())
+    config.evaluation.sampled = True
     again = training.train(config, workdir=tmp_path / "again")
+    assert list(again["evals"]) == ["initial", "initial_sampled", "final", "final_sampled"]
+    greedy, sampled = (
+        [[s["text"] for s in record["segments"]] for record in read_episodes(tmp_path / f"again/episodes/{name}.jsonl")]
+        for name in ("initial", "initial_sampled")
+    )
+    assert greedy != sampled and len(greedy) == len(sampled) == again["evals"]["initial_sampled"]["all"]["n"] == 12
     assert again["params_sha256"] == results["params_sha256"]
     again, before = load_model(tmp_path / "again"), load_model(workdir)
     jax.tree.map(np.testing.assert_array_equal, again.params, before.params)

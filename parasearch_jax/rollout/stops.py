@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,7 +113,7 @@ def build_stops(
 def _byte_table(protocol: Protocol | None) -> np.ndarray:
     """next state [states, 256] on single bytes."""
     tags, opened, kinds = _bits(protocol)
-    nodes = sorted({tag[:n] for tag in tags for n in range(len(tag))} | {b""}, key=lambda node: (len(node), node))
+    nodes = _nodes(tags)
     masks = 1 << kinds
     accept = len(nodes) * masks
     index = {node: i for i, node in enumerate(nodes)}
@@ -131,6 +131,24 @@ def _byte_table(protocol: Protocol | None) -> np.ndarray:
                 closed = closes & (mask | opened)
                 step[index[node] * masks + mask, byte] = accept if closed else index[rest] * masks + (mask | opens)
     return step
+
+
+def _nodes(tags: Iterable[bytes]) -> list[bytes]:
+    """Every proper start of a tag, the empty one first."""
+    return sorted({tag[:n] for tag in tags for n in range(len(tag))} | {b""}, key=lambda node: (len(node), node))
+
+
+def state_names(protocol: Protocol) -> list[str]:
+    """What each state of `build_stops(protocol, ...)` has seen, for people: `within "</sea", open: search`."""
+    tags, opened, _ = _bits(protocol)
+    kinds = [kind for kind in protocol.stops if kind in protocol.tags()]
+    names = []
+    for node in _nodes(tags):
+        for mask in range(1 << len(kinds)):
+            within = [f'within "{node.decode(errors="replace")}"'] if node else []
+            held = [kind for bit, kind in enumerate(kinds) if (mask | opened) >> bit & 1]
+            names.append(", ".join([*within, f"open: {' and '.join(held) or 'nothing'}"]))
+    return [*names, "end of the turn"]
 
 
 def _bits(protocol: Protocol | None) -> tuple[dict[bytes, tuple[int, int]], int, int]:

@@ -66,8 +66,8 @@ def local_retriever(drawn: world.World) -> LocalRetriever:
 
 def required(protocol: Protocol) -> dict[str, tuple[float, float]]:
     """What of `REQUIRED` an agent can be asked for: one that splits no question has no DR, one whose thoughts have no
-    tags is seldom ill-formed, and one that can't search again knows what one document says."""
-    if not protocol.searches or protocol.name == "rag":
+    tags is seldom ill-formed, and one that writes no query finds what its question happens to find."""
+    if protocol.search is None:
         return {}
     out = dict(REQUIRED)
     if protocol.separator is None:

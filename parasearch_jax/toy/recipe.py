@@ -64,6 +64,10 @@ class Stage:
 OTHERS = tuple(toy_protocol(name) for name in PROTOCOLS if name != "parallel")
 
 
+# These take longer to learn.
+LONGER = tuple(map(toy_protocol, ("r1_searcher", "search_o1", "self_ask", "ircot", "rag")))
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What the base is made from.
@@ -81,7 +85,7 @@ class Recipe:
             1.5e-3,
             (0.2, 0.35, 0.25, 0.1, 0.1),
             trajectories.Mix(),
-            (toy_protocol("parallel"),) * 8 + OTHERS,
+            (toy_protocol("parallel"),) * 6 + OTHERS + LONGER,
             ((72, 20), (136, 36), (248, 12)),
         ),
     )

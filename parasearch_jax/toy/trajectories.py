@@ -16,6 +16,10 @@ from parasearch_jax.toy.questions import Lookup, Task, value
 from parasearch_jax.toy.tokenizer import END
 from parasearch_jax.toy.world import World
 
+# How often the document that a question itself finds is none of those it asks about, as the retriever of
+# configs/parallel_tiny.py does on the test questions.
+QUESTION_MISSES = {"single": 0.07, "sequential": 0.07, "parallel": 0.28}
+
 Segments = list[tuple[str, str]]  # (source, text), as Episode.from_text takes
 
 PHRASES = {  # what stands behind the title in a query; the title alone is the fallback after a miss
@@ -94,7 +98,8 @@ class Teller:
             return []
         lookups = self.task.lookups
         asked = self.rng.choice(lookups) if self.task.kind == "parallel" else lookups[0]
-        self.segments.append(("docs", self.protocol.observation([self._retrieve(asked)])))
+        chance = QUESTION_MISSES[self.task.kind]
+        self.segments.append(("docs", self.protocol.observation([self._retrieve(asked, chance)])))
         self.segments += [("notice", text) for text in self.after_documents]
         return [asked]
 
@@ -184,11 +189,13 @@ class Teller:
         self.extra += [("prompt", self.protocol.distil_prompt(said, query, documents)), ("policy", told + END)]
         return self.protocol.distilled(told)
 
-    def _retrieve(self, lookup: Lookup) -> str:
-        """The top-1 document of a query, sometimes that of another entity with a name in common."""
+    def _retrieve(self, lookup: Lookup, chance: float | None = None) -> str:
+        """The top-1 document of a query, sometimes that of another entity with a name in common: by `chance`, or as the
+        mix says."""
         tried = self.tries.get(lookup, 0)
         self.tries[lookup] = tried + 1
-        chance = self.mix.miss if tried == 0 else self.mix.miss_again
+        if chance is None:
+            chance = self.mix.miss if tried == 0 else self.mix.miss_again
         title = lookup.title
         if lookup in self.found or self.rng.random() >= chance:
             self.found[lookup] = value(self.world, lookup)
@@ -240,7 +247,7 @@ def spoken(protocol: Protocol, said: str, query: str, answer: str, first: bool) 
     if protocol.thought == "episode":
         return f"{said} {block}" if query else f"{said}</think>{block}"
     return {
-        "search_o1": f"{said} {block}" if query else f"{said} {opening}{answer}{closing}{END}",
+        "search_o1": f"{said} {block}" if query else f"{said} {opening} {answer}{closing}{END}",
         "self_ask": block if first else f"Intermediate answer:{said}\n{block}",
         "ircot": f" {query}\n" if query else f"{said} {block}",
         "iter_retgen": f"{said} {query}. {protocol.answer[0]} {answer}\n" if query else f"{said} {block}",

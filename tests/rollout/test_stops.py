@@ -253,3 +253,25 @@ def test_the_tokenizers_own_tokens_stop_where_the_parser_does(tokenizer):
             return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
         assert automaton_stop(table, ids) == naive_stop(PROTOCOL, ids, join), text
+
+
+@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+def test_state_names_say_what_the_text_so_far_has(name):
+    """Byte by byte over tag soup: the unfinished tag a name gives is the text's end, and open is what was opened."""
+    protocol, rng = PROTOCOLS[name], random.Random(name)
+    table = stops.build_stops(protocol, [bytes([byte]) for byte in range(256)], [])
+    names = stops.state_names(protocol)
+    assert len(names) == table.table.shape[0]
+    pairs = {kind: protocol.tags()[kind] for kind in protocol.stops if kind in protocol.tags()}
+    tags = [tag for pair in pairs.values() for tag in pair if tag]
+    for _ in range(50):
+        state, text = stops.START, ""
+        for byte in tag_soup(rng, 4, tags or TAGS).encode():
+            state, text = int(table.next(state, byte)), text + chr(byte)
+            if state == table.accept:
+                assert names[state] == "end of the turn"
+                break
+            within, _, opened = names[state].rpartition("open: ")
+            found = [kind for kind, (opening, _) in pairs.items() if opening in text]
+            assert opened == (" and ".join(found) or "nothing")
+            assert not within or text.endswith(within.removeprefix('within "').removesuffix('", '))
