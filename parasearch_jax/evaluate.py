@@ -124,8 +124,8 @@ def summarize(
 
     `questions[i]` belongs to `episodes[i]`. em, f1, cover_em (whole tokens in a row), cover_em_bag (in any order) and
     valid_format are in [0, 1], dr* in percent of episodes, turns are model calls an episode, extra_calls those beside
-    its turns, searches and sub_queries executed ones, tokens_sampled the policy's and tokens_read those of documents
-    and notices.
+    its turns, searches and sub_queries executed ones, tokens_sampled the policy's, in extra calls too, and tokens_read
+    those of documents and notices.
 
     With `intervals` also tool_productivity, the number of right answers by that of searches (OTC; None without any),
     and of each number x the interval x_ci, [lower, upper]: 95 %, percentile bootstrap over questions.
@@ -175,7 +175,7 @@ def _numbers(episode: Episode, question: Question, protocol: Protocol, metrics: 
         "searches": len(searches),
         "sub_queries": sum(len(s.queries) for s in searches),
         "valid_format": float(valid_by_provenance(episode, protocol)),
-        "tokens_sampled": _tokens(episode, "policy"),
+        "tokens_sampled": sum(_tokens(each, "policy") for each in (episode, *episode.extra)),
         "tokens_read": _tokens(episode, "docs", "notice"),
     }
 

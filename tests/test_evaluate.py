@@ -6,7 +6,7 @@ from rollout.scripted import PROTOCOL, Fake, random_model
 from parasearch_jax.data import Question
 from parasearch_jax.evaluate import evaluate, rollout_metrics, summarize
 from parasearch_jax.protocol import get_protocol
-from parasearch_jax.rollout import Engine, Episode
+from parasearch_jax.rollout import Engine, Episode, Segment
 from parasearch_jax.sharding.mesh import MeshConfig, make_mesh
 
 PARALLEL = get_protocol("parallel")
@@ -114,6 +114,16 @@ def test_the_answer_is_the_models_own(pairs, answer, expected):
     assert episode.answer == answer
     for golds in (("Paris",), ("Paris", "Lyon")):
         assert summarize([episode], [Question("1", "?", golds, "single")], PARALLEL)["all"]["em"] == expected
+
+
+def test_tokens_by_who_said_them():
+    def said(source, count):
+        return Segment(source, "x", (7,) * count)
+
+    reading = Episode([said("prompt", 9), said("policy", 5)])  # an extra call
+    segments = [said("prompt", 3), said("policy", 2), said("docs", 4), said("notice", 1), said("policy", 6)]
+    numbers = summarize([Episode(segments, extra=[reading])], [QUESTIONS[0]], PARALLEL)["all"]
+    assert (numbers["tokens_sampled"], numbers["tokens_read"], numbers["extra_calls"]) == (2 + 6 + 5, 4 + 1, 1)
 
 
 def test_training_batches_have_the_same_numbers_flat():

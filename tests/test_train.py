@@ -16,6 +16,7 @@ from parasearch_jax import train as training
 from parasearch_jax.checkpoint import Checkpoints
 from parasearch_jax.data import Question
 from parasearch_jax.data.drawing import draw
+from parasearch_jax.errors import UserError
 from parasearch_jax.models import load_model
 from parasearch_jax.protocol.parallel import PARALLEL
 from parasearch_jax.rl.optim import OptimConfig, make_optimizer
@@ -176,6 +177,13 @@ def test_an_evaluation_between_two_steps_changes_nothing_in_the_second(run, tmp_
     assert other["params_sha256"] == results["params_sha256"]
     second = [read_episodes(path / "episodes" / "step_000002.jsonl") for path in (workdir, tmp_path / "work")]
     assert second[0] == second[1]
+
+
+@pytest.mark.parametrize("leaf, value", [("data.mix", "nq=1"), ("data.normalizer", "trivia")])
+def test_leaves_of_the_data_are_checked_before_the_work_begins(tmp_path, leaf, value):
+    with pytest.raises(UserError, match=leaf):
+        training.train(small(tmp_path, **{leaf: value}), workdir=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
 
 
 def test_overlap_is_told_at_the_start_and_written(run, tmp_path, capsys):

@@ -295,7 +295,11 @@ def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}: put a pattern in quotes, --episodes='DIR/*.jsonl'")
+    if not re.match("https?://", given.url):
+        raise UserError(f"--url={given.url} has to begin with http:// or https://, as in http://127.0.0.1:8000/v1")
     out, prompt = Path(given.out), read_prompt(given.prompt)
+    if out.suffix != ".jsonl":
+        raise UserError(f"--out={out} has to end in .jsonl: the numbers go beside it as .json")
     if out.resolve() in [path.resolve() for path in episode_files(given.episodes)]:
         raise UserError(f"--out={out} is one of the files that --episodes names: give another")
     records = read_stored(given.episodes)

@@ -41,8 +41,16 @@ def test_a_step_is_a_function_of_seed_and_step():
     mix = "nq=1,hotpotqa=2,x=1"
     steps = drawn(mix, 20, 6)
     assert draw(QUESTIONS, 0, 13, 6, mix) == steps[13]
-    assert drawn(mix, 3, 6, seed=1) != steps[:3]
+    other = drawn(mix, 3, 6, seed=1)
+    assert [q.dataset for step in other for q in step] != [q.dataset for step in steps[:3] for q in step]
     assert [q for step in drawn(mix, 10, 12) for q in step] == [q for step in steps for q in step]  # cut otherwise
+
+
+def test_sets_of_one_size_have_orders_of_their_own():
+    twins = [Question(str(i), "?", ("x",), dataset=name) for name in "ab" for i in range(20)]
+    first = draw(twins, 0, 0, 40, "a=1,b=1")
+    a, b = ([int(q.id) for q in first if q.dataset == name][:15] for name in "ab")
+    assert a != b
 
 
 def test_without_a_mix_sets_come_as_they_are():

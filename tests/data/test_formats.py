@@ -55,7 +55,9 @@ def test_search_r1(tmp_path):
 def test_search_r1_by_its_own_columns_alone(tmp_path):
     """Without FlashRAG's: the question is read off the prompt, behind the example's."""
     own = ("data_source", "prompt", "ability", "reward_model", "extra_info")
-    (question,) = load_questions(parquet(tmp_path / "x.parquet", {key: SEARCH_R1[key] for key in own}))
+    row = {key: SEARCH_R1[key] for key in own}
+    row["prompt"] = [{"role": "user", "content": f"For example, Question: Who?\n{PROMPT}"}]
+    (question,) = load_questions(parquet(tmp_path / "x.parquet", row))
     meta = {"ability": "fact-reasoning", "type": "comparison"}
     assert question == Question("hotpotqa/train_0", "Who was first, A or B?", ("A",), "parallel", "hotpotqa", meta)
 

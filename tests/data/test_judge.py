@@ -250,8 +250,20 @@ def test_command(tmp_path):
     assert "| all | 5 | 40.0 |" in done.stdout and "2 without an answer, 0 unclear" in done.stdout
     found = json.loads((tmp_path / "judged.json").read_text())
     assert found["model"] == "tiny" and found["acc_l"] == 0.4 and found["agreement"]["em"]["agreement"] == 1.0
-    done = command(tmp_path, url, f"--out={tmp_path}/final.jsonl")
-    assert done.returncode != 0 and "is one of the files that --episodes names" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("url", "out", "told"),
+    [
+        ("http://127.0.0.1:9/v1", "final.jsonl", "is one of the files that --episodes names"),
+        ("http://127.0.0.1:9/v1", "judged.json", "has to end in .jsonl"),
+        ("127.0.0.1:9/v1", "judged.jsonl", "has to begin with http://"),
+    ],
+)
+def test_command_that_can_not_be_done_is_one_line(tmp_path, url, out, told):
+    done = command(tmp_path, url, f"--out={tmp_path}/{out}")
+    assert done.returncode != 0 and "Traceback" not in done.stderr and told in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["final.jsonl"]
 
 
 def test_our_own_endpoint_judges(tmp_path):
