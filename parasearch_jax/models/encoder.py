@@ -29,9 +29,10 @@ log = logging.getLogger(__name__)
 
 KINDS = ("query", "passage", None)
 MAX_LENGTH = 256  # tokens, of queries and passages alike: Search-R1's server and its script that builds the E5 index
-BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)  # tokens a row is padded to: each compiles once for each kind
+BUCKETS = (*range(16, 256, 16), *range(256, 513, 64))  # tokens a row is padded to: each compiles once for each kind
 CHUNK = 1 << 14  # texts that are tokenized at once: bounds the host memory of a large corpus
 QUERY_SHARE = 32  # a query batch holds this fraction of `batch_tokens`: a lone query is not padded to hundreds
+QUERY_TOKENS = 128  # but so many tokens at least
 
 
 # ------------------------------------------------------------------------------------------------------ conventions
@@ -177,12 +178,13 @@ class Encoder:
 
     def __init__(self, config: BertConfig, params: Params, tokenizer: Tokenizer, convention: Convention,
                  max_length: int, batch_tokens: int | None = None):  # fmt: skip
-        """`batch_tokens`: rows times padded length of a passage batch; None: 4,096 on CPU, 65,536 elsewhere."""
+        """`batch_tokens`: rows times padded length of a passage batch; None: 1,024 on CPU, where more falls out of the
+        cache, 32,768 elsewhere."""
         if not 3 <= max_length <= config.max_positions:  # [CLS], one token, [SEP]
             raise UserError(f"The encoder's max_length is {max_length}; it must be 3 to {config.max_positions}, the "
                             "max_position_embeddings of its config.json.")  # fmt: skip
         self.config, self.params, self.convention, self.max_length = config, params, convention, max_length
-        self.batch_tokens = batch_tokens or (4096 if jax.default_backend() == "cpu" else 65536)
+        self.batch_tokens = batch_tokens or (1024 if jax.default_backend() == "cpu" else 32768)
         self.cut = 0
         self._rows: jax.sharding.Sharding | None = None  # of the ids [B,T], with `over`
         self._devices = 1
@@ -231,6 +233,12 @@ class Encoder:
                         self.max_length)  # fmt: skip
         return vectors
 
+    def filled(self, texts: Sequence[str], kind: str | None = None) -> float:
+        """The share of the rows computed for `texts`, by their tokens, that hold one: near 1 for many texts."""
+        lengths = [len(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(self._prefixed(texts, kind))]
+        batches = list(self._batches(np.array(lengths), kind))
+        return sum(len(members) * T for members, (_, T) in batches) / sum(B * T for _, (B, T) in batches)
+
     def _prefixed(self, texts: Sequence[str], kind: str | None) -> list[str]:
         if isinstance(texts, str):
             raise TypeError(f"encode takes a list of texts, this is the string {texts[:40]!r}; wrap it in a list")
@@ -259,7 +267,7 @@ class Encoder:
     def _batches(self, lengths: np.ndarray, kind: str | None) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
         """(positions of texts, (B, T)): texts of one bucket together, in batches whose shape depends on the bucket
         and the kind alone."""
-        tokens = self.batch_tokens // QUERY_SHARE if kind == "query" else self.batch_tokens
+        tokens = max(QUERY_TOKENS, self.batch_tokens // QUERY_SHARE) if kind == "query" else self.batch_tokens
         chosen = np.searchsorted(self._buckets, lengths)
         for bucket in np.unique(chosen):
             members, T = np.flatnonzero(chosen == bucket), int(self._buckets[bucket])

@@ -82,13 +82,15 @@ def check_disk(what: str, needed: int, out: Path) -> None:
 
 
 def seconds_to_encode(encoder: Encoder, passages: Sequence[Document], rows: int) -> float:
-    """Estimated from some passages that are spread over the corpus, encoded twice: the first time compiles."""
-    some = min(len(passages), max(64, getattr(encoder, "window", 0) // 256))
+    """Estimated from some passages that are spread over the corpus, encoded twice: the first time compiles. Few passages
+    leave rows of their batches empty, which is taken off."""
+    some = min(len(passages), max(64, getattr(encoder, "window", 0) // 64))
     texts = [passages[i * len(passages) // some].contents for i in range(some)]
     encoder.encode(texts, kind="passage")
     began = time.perf_counter()
     encoder.encode(texts, kind="passage")
-    return (time.perf_counter() - began) / some * rows
+    seconds = time.perf_counter() - began
+    return seconds * (encoder.filled(texts, "passage") if hasattr(encoder, "filled") else 1) / some * rows
 
 
 def gib(size: float) -> str:

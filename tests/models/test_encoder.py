@@ -248,11 +248,18 @@ def test_few_shapes(e5, monkeypatch):
     assert set(shapes) == {(128, 16), (64, 32)}
     shapes.clear()
     encoder.encode(TEXTS * 2, kind="query")
-    assert set(shapes) == {(4, 16), (2, 32)} and shapes.count((4, 16)) == 3  # 12 short texts
+    assert set(shapes) == {(8, 16), (4, 32)} and shapes.count((8, 16)) == 2  # 12 short texts
     encoder = load_encoder(e5, max_length=20)
     shapes.clear()
     encoder.encode(["owl " * 18], kind=None)
-    assert shapes == [(4096 // 20, 20)]  # the longest bucket is max_length itself
+    assert shapes == [(1024 // 20, 20)]  # the longest bucket is max_length itself
+
+
+def test_rows_without_a_text_are_told(e5):
+    """Batches of 4 rows of 16 tokens, or 2 of 32: five short texts and a long one fill 5 of 8 and 1 of 2."""
+    encoder = load_encoder(e5, batch_tokens=64)
+    assert encoder.filled(["a"] * 5 + ["owl " * 20], "passage") == (5 * 16 + 32) / (8 * 16 + 2 * 32)
+    assert encoder.filled(["a"] * 8) == 1
 
 
 def test_long_texts_are_cut_and_counted(e5, caplog):
