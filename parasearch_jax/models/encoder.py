@@ -32,7 +32,7 @@ MAX_LENGTH = 256  # tokens, of queries and passages alike: Search-R1's server an
 BUCKETS = (*range(16, 256, 16), *range(256, 513, 64))  # tokens a row is padded to: each compiles once for each kind
 CHUNK = 1 << 14  # texts that are tokenized at once: bounds the host memory of a large corpus
 QUERY_SHARE = 32  # a query batch holds this fraction of `batch_tokens`: a lone query is not padded to hundreds
-QUERY_TOKENS = 128  # but so many tokens at least
+QUERY_TOKENS = 64  # but so many tokens at least
 
 
 # ------------------------------------------------------------------------------------------------------ conventions

@@ -82,8 +82,8 @@ def check_disk(what: str, needed: int, out: Path) -> None:
 
 
 def seconds_to_encode(encoder: Encoder, passages: Sequence[Document], rows: int) -> float:
-    """Estimated from some passages that are spread over the corpus, encoded twice: the first time compiles. Few passages
-    leave rows of their batches empty, which is taken off."""
+    """Estimated from some passages that are spread over the corpus, encoded twice: the first time compiles. They leave
+    rows of their batches empty, more than all passages would; that is taken off."""
     some = min(len(passages), max(64, getattr(encoder, "window", 0) // 64))
     texts = [passages[i * len(passages) // some].contents for i in range(some)]
     encoder.encode(texts, kind="passage")

@@ -248,7 +248,7 @@ def test_few_shapes(e5, monkeypatch):
     assert set(shapes) == {(128, 16), (64, 32)}
     shapes.clear()
     encoder.encode(TEXTS * 2, kind="query")
-    assert set(shapes) == {(8, 16), (4, 32)} and shapes.count((8, 16)) == 2  # 12 short texts
+    assert set(shapes) == {(4, 16), (2, 32)} and shapes.count((4, 16)) == 3  # 12 short texts
     encoder = load_encoder(e5, max_length=20)
     shapes.clear()
     encoder.encode(["owl " * 18], kind=None)
