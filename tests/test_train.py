@@ -79,6 +79,9 @@ def test_metrics_have_a_line_a_step(run):
             assert line[f"seconds/{phase}"] > 0
         assert (line["seconds/save"] > 0) == (line["step"] == 2)  # that of the step before
         assert 0 < line["rollout/occupancy"] <= 1
+        # Of the rollout alone: an evaluation's searches are no part of a step.
+        assert line["retriever/queries"] == line["queries/sent"] >= line["retriever/searched"] > 0
+        assert line["retriever/cache_hit_rate"] == line["retriever/cache_hits"] / line["retriever/queries"]
 
 
 def test_episodes_are_in_order_and_carry_the_version_of_the_weights(run):
