@@ -127,6 +127,14 @@ def test_what_may_pass_is_tried_again(server, remote, failure):
     assert (stats["retriever/requests"], stats["retriever/retries"]) == (3, 2) and not stats["retriever/failures"]
 
 
+def test_pauses_double_and_are_drawn(remote):
+    """Between half of 0.1, 0.2, 0.4 ... 2 s and all of it, so that searches that failed together come back apart."""
+    client = remote("http://127.0.0.1:1", backoff=0.1, longest_backoff=2.0)
+    for tries, longest in enumerate((0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0), 1):
+        drawn = [client._backoff(tries) for _ in range(200)]
+        assert longest / 2 <= min(drawn) < 0.6 * longest and 0.9 * longest < max(drawn) <= longest
+
+
 @pytest.mark.parametrize("retries", [0, 2])
 def test_no_more_retries_than_asked_for(server, remote, retries):
     client = remote(server, retries=retries)

@@ -84,6 +84,27 @@ def test_float64_transposed_and_strided_arrays():
     assert filled(vectors).search(np.repeat(vectors, 2, axis=1)[:, ::2], 4) == want
 
 
+def test_what_reaches_faiss_is_float32_in_rows(monkeypatch):
+    """Not every version of FAISS's Python, nor its GPU indexes, convert what they are given."""
+    index = filled(np.eye(2))
+
+    class Strict:
+        ntotal, d = 2, 2
+
+        def search(self, queries, k):
+            assert queries.dtype == np.float32 and queries.flags.c_contiguous
+            return np.zeros((3, 1), np.float32), np.zeros((3, 1), int)
+
+        def add(self, vectors):
+            assert vectors.dtype == np.float32 and vectors.flags.c_contiguous
+
+    monkeypatch.setattr(index, "_index", Strict())
+    rows = np.arange(6.0).reshape(3, 2)
+    for array in (rows, np.asfortranarray(rows, np.float32), np.repeat(rows, 2, axis=1)[:, ::2], rows.tolist()):
+        index.add(array)
+        assert index.search(array, 1) == [[(0, 0.0)]] * 3
+
+
 def test_wrong_width_and_values_are_named():
     index = filled(np.eye(3))
     for call in (index.add, lambda x: index.search(x, 1)):

@@ -256,6 +256,11 @@ def test_a_body_that_is_no_object(url):
     assert answer.status_code == 422 and "must be a JSON object" in answer.json()["detail"]
 
 
+def test_a_body_of_more_than_16_mib_gets_413(url):
+    """As docs/retrieval.md has it."""
+    assert CLIENT.post(f"{url}/retrieve", content=b" " * (2**24 + 1)).status_code == 413
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_long(url, monkeypatch, chunked):
     monkeypatch.setattr(server, "MAX_BODY", 2**16)
