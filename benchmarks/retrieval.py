@@ -98,7 +98,8 @@ def passages(count: int) -> list[str]:
     from parasearch_jax.retrieval.corpus import load_corpus
 
     if found := [document.contents for path in sorted(PASSAGES.glob("*.jsonl")) for document in load_corpus(path)]:
-        return [found[i * len(found) // count] for i in range(min(count, len(found)))]
+        count = min(count, len(found))
+        return [found[i * len(found) // count] for i in range(count)]
     rng, words = np.random.default_rng(0), (WORLD / "corpus.jsonl").read_text().split()
     lengths = np.interp(rng.random(count), np.linspace(0, 1, len(WORDS)), WORDS).astype(int)
     return [" ".join(rng.choice(words, length)) for length in lengths]

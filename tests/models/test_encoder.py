@@ -520,10 +520,14 @@ def test_retriever_over_the_encoder(e5, corpus):
     json.dumps(dict(retriever.info))
 
 
-def test_an_index_keeps_its_encoder(e5, corpus, tmp_path):
+def test_an_index_keeps_its_encoder(e5, corpus, tmp_path, monkeypatch):
     """Built from a directory of E5's name, which tells the prefixes; opened without that directory."""
     out, settings = tmp_path / "out", {"kind": "local", "index": str(tmp_path / "out" / "flat")}
+    kinds, encode = [], encoder_module.Encoder.encode
+    noted = lambda self, texts, kind=None: kinds.append(kind) or encode(self, texts, kind)  # noqa: E731
+    monkeypatch.setattr(encoder_module.Encoder, "encode", noted)
     build([f"--corpus={corpus}", f"--encoder={e5}", "--index=flat", f"--out={out}", "--setting=max_length=32"])
+    assert set(kinds[:-1]) == {"passage"} and kinds[-1] == "query"  # of its recall
     manifest = json.loads((out / "flat" / "manifest.json").read_text())["encoder"]
     assert manifest["name"] == "e5-base-v2" and manifest["settings"] == {
         "pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: ", "max_length": 32,

@@ -135,6 +135,20 @@ def test_pauses_double_and_are_drawn(remote):
         assert longest / 2 <= min(drawn) < 0.6 * longest and 0.9 * longest < max(drawn) <= longest
 
 
+def test_a_server_says_when_to_come_again(server, remote):
+    """But no later than the longest pause of the breaker."""
+    server.script = [(503, b"", {"Retry-After": "9"})]
+    began = time.monotonic()
+    assert once(server, remote(server, longest_pause=0.3))[0] == [documents("a", 1)]
+    assert 0.3 <= time.monotonic() - began < 9
+
+
+def test_proxies_of_the_environment_are_not_used(server, remote, closed_port, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, closed_port)
+    assert once(server, remote(server, deadline=2.0))[0] == [documents("a", 1)]
+
+
 @pytest.mark.parametrize("retries", [0, 2])
 def test_no_more_retries_than_asked_for(server, remote, retries):
     client = remote(server, retries=retries)
@@ -348,6 +362,8 @@ def test_refusals_do_not_open_it(server, remote):
     for _ in range(5):
         with pytest.raises(SearchFailed, match="422"):
             client.search_sync(["a"], 1)
+    server.usual, server.script = good, [(429, {})] * 5  # it is busy, not away
+    assert client.search_sync(["a"], 1) == [documents("a", 1)]
     assert not client.pop_stats()["retriever/breaker_opens"]
 
 
