@@ -182,7 +182,7 @@ def read_corpus(settings: ConfigDict) -> Corpus:
     else:
         return Corpus(None, width, None, 0, on_gpu, f"there is no {path} here: left out")
     kind = Path(index or "").name if Path(index or "").name in INDEXES else "flat"
-    source += f"; index {kind}, not built yet" if index else "; encoded at the start, all in memory"
+    source += f"; index {kind}, not built here" if index else "; encoded at the start, all in memory"
     held = 0 if index else text + needs.PASSAGE * passages
     size = needs.opened_bytes(kind, passages, width) if width or kind == "bm25" else None
     return Corpus(passages, width, size, held, on_gpu, source)
