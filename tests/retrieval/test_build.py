@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -163,7 +164,8 @@ build.main(["--corpus={CORPUS}", "--index=flat", "--out={tmp_path}", "--encoder=
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "embeddings" / "manifest.json").exists() and not is_built(tmp_path / "flat")
     run(tmp_path, "flat")
-    assert "300 of 700 (43%)" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "300 of 700 (43%)" in told and re.search(r"700 of 700 \(100%\), \d+ a second, 0 s left", told)
     for (_, ours), (_, theirs) in zip(Vectors(tmp_path / "embeddings").chunks(), _by(100, whole), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -295,6 +297,14 @@ def test_the_time_of_a_build_is_that_of_a_sample_whose_batches_were_full(monkeyp
     passages = [Document(str(i), f"t\n{i}") for i in range(300)]
     assert needs.seconds_to_encode(Timed(), passages, 1000) == pytest.approx(3 / 128 * 1000)
     assert sample == [(128, "passage")] * 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (130, "2 min 10 s"), (3900, "1 h 05 min"), (90000, "25 h 00 min")],
+)
+def test_durations(seconds, told):
+    assert needs.duration(seconds) == told
 
 
 def test_what_needs_too_much_disk_is_refused(tmp_path, monkeypatch):
