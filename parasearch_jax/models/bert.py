@@ -128,7 +128,8 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, seen: jax.Array) -> jax.Array:
         # [B,N,T,H]: on a CPU these products take a fifth of the time of einsums over [B,T,N,H].
         q, k, v = (self._project(x, name).swapaxes(1, 2) for name in "qkv")
-        scores = jnp.where(seen[:, None, None], product(q * q.shape[-1] ** -0.5, k.swapaxes(-1, -2)), MASKED)
+        scores = product(q, k.swapaxes(-1, -2)) * q.shape[-1] ** -0.5
+        scores = jnp.where(seen[:, None, None], scores, MASKED)
         weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
         out = product(weights.astype(x.dtype), v) / weights.sum(axis=-1, keepdims=True)
         out = out.astype(x.dtype).swapaxes(1, 2)
