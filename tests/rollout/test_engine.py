@@ -1,6 +1,7 @@
 """The engine: scripted episodes through the real model, cache and sampler, and random ones against a plain loop."""
 
 import asyncio
+import dataclasses
 import logging
 import threading
 
@@ -12,8 +13,9 @@ from plain import ids, sequential
 from scripted import PROTOCOL, Fake, random_model, until
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.models import Model
 from parasearch_jax.protocol import get_protocol
-from parasearch_jax.rollout import Answer, Engine, Invalid, Search, job, sampler
+from parasearch_jax.rollout import Answer, Engine, Invalid, Search, job, kv_cache, sampler
 from parasearch_jax.rollout.observation import build_observation, document_blocks
 from parasearch_jax.rollout.shards import Shards
 
@@ -276,6 +278,20 @@ def test_failed_sub_queries_cost_an_empty_block_and_a_failed_search_brings_a_not
 
 
 # ------------------------------------------------------------------------------------------- order, keys, equalities
+
+
+def test_windows_of_the_cache_give_what_pages_do(dice, start):
+    """The way of GPUs to read the cache, over whole episodes."""
+    windows = Model(dataclasses.replace(dice.config, attention="blocks"), dice.params, dice.tokenizer)
+    assert kv_cache.paged(dice.config) and not kv_cache.paged(windows.config)
+    questions = random_questions(4)
+    want, got = (
+        start(model, **SHORT).rollout(questions, PROTOCOL, Fake(), samples=2, step=3) for model in (dice, windows)
+    )
+    assert [content(e) for e in got] == [content(e) for e in want]
+    for mine, other in zip(got, want, strict=True):
+        for a, b in zip(mine.segments, other.segments, strict=True):
+            np.testing.assert_allclose(a.logprobs or (), b.logprobs or (), atol=1e-5)
 
 
 def test_equals_a_plain_sequential_loop(dice, start):
