@@ -46,7 +46,7 @@ TRAINING = (
     "method",
 )
 
-Point = dict[str, Any]  # leaf -> value
+Point = dict[str, Any]  # leaf -> value, and perhaps "label" -> how it is called
 
 
 def grid(**axes: Sequence[Any]) -> tuple[Point, ...]:
@@ -116,7 +116,8 @@ def read_rows(workdir: str | Path) -> list[Row]:
 def _rows(points: Sequence[Point], seeds: Sequence[int], workdir: Path) -> list[Row]:
     out = []
     for point, seed in itertools.product(points, seeds):
-        label = ",".join(f"{leaf.rpartition('.')[2]}={value}" for leaf, value in point.items()) or "base"
+        values = (f"{leaf.rpartition('.')[2]}={value}" for leaf, value in point.items())
+        label = point.get("label") or ",".join(values) or "base"
         out.append(Row(point, seed, workdir / f"{label},seed={seed}".replace("/", "_")))
     return out
 
@@ -165,7 +166,8 @@ def _run_all(config: ConfigDict, work: Path, rows: Sequence[Row], children: set)
 def _configured(base: ConfigDict, point: Point, seed: int, name: str) -> ConfigDict:
     config = ConfigDict(base.to_dict())
     config.lock()
-    for leaf, value in {**point, "seed": seed, "name": name or base.name}.items():
+    leaves = {leaf: value for leaf, value in point.items() if leaf != "label"}
+    for leaf, value in {**leaves, "seed": seed, "name": name or base.name}.items():
         try:
             config.update_from_flattened_dict({leaf: value})
         except (KeyError, AttributeError, TypeError, ValueError) as error:
@@ -197,7 +199,9 @@ def _share_initial(config: ConfigDict, work: Path, children: set) -> dict[Path, 
     """{file: where a row has it} of the evaluation before training, made once; none if the points change the model, the
     data or the rollout."""
     points = json.loads(config.sweep.points)
-    if not config.base.train.steps or not all(leaf.split(".")[0] in TRAINING for point in points for leaf in point):
+    if not config.base.train.steps or not all(
+        leaf.split(".")[0] in TRAINING for point in points for leaf in point.keys() - {"label"}
+    ):
         return {}
     path = work / "initial"
     if not (path / "results.json").exists():

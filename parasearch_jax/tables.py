@@ -25,6 +25,7 @@ class Column:
     factor: float = 1.0
     digits: int = 2
     evaluation: str = "final"  # or "final_sampled"
+    relative: bool = False  # in percent of the first point's mean
     paper: tuple[float | None, ...] = ()  # as shown, by point; none: the paper has no such column
 
 
@@ -55,6 +56,11 @@ def write_tables(workdir: Path, table: Mapping[str, Any], runs: Sequence[tuple[M
     for place, (point, paths) in enumerate(points.items()):
         results = [json.loads((path / "results.json").read_text(encoding="utf-8")) for path in paths]
         rows.append((json.loads(point), [_cell(column, results, place) for column in columns]))
+    for i, column in enumerate(columns):
+        if column.relative:
+            first = rows[0][1][i].mean
+            for _, cells in rows:
+                cells[i] = dataclasses.replace(cells[i], values=tuple(100 * x / first for x in cells[i].values))
     text = _markdown(table, columns, rows)
     write_text(workdir / "table.md", text)
     _write_csv(workdir / "table.csv", columns, rows)
@@ -74,7 +80,7 @@ def _cell(column: Column, results: Sequence[Mapping], place: int) -> Cell:
 
 
 def _markdown(table: Mapping, columns: Sequence[Column], rows: Sequence[tuple[Mapping, Sequence[Cell]]]) -> str:
-    leaves = list(dict.fromkeys(leaf for point, _ in rows for leaf in point))
+    leaves = ["label"] if "label" in rows[0][0] else list(dict.fromkeys(leaf for point, _ in rows for leaf in point))
     head = [leaf.rpartition(".")[2] for leaf in leaves] + ["seeds"]
     for column in columns:
         head += [column.heading, "paper"] if column.paper else [column.heading]
@@ -112,9 +118,13 @@ def _write_csv(path: Path, columns: Sequence[Column], rows: Sequence[tuple[Mappi
                     writer.writerow([*about, run, value, "" if cell.paper is None else cell.paper])
 
 
+def _values(point: Mapping[str, Any]) -> list[str]:
+    return [f"{leaf.rpartition('.')[2]} {value}" for leaf, value in point.items()]
+
+
 def _plot(path: Path, columns: Sequence[Column], rows: Sequence[tuple[Mapping, Sequence[Cell]]]) -> None:
     """A panel for each column: every seed a dot, the paper's number a cross."""
-    labels = [", ".join(f"{leaf.rpartition('.')[2]} {value}" for leaf, value in point.items()) for point, _ in rows]
+    labels = [point.get("label") or ", ".join(_values(point)) for point, _ in rows]
     figure, axes = figure_of(rows=len(columns), height=1.2 + 1.5 * len(columns))
     for i, (ax, column) in enumerate(zip(axes, columns, strict=True)):
         for place, (_, cells) in enumerate(rows):

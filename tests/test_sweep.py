@@ -11,6 +11,7 @@ from pathlib import Path
 
 import parallel_tiny
 import pytest
+import table3
 import table4
 
 from parasearch_jax import sweep as sweeps
@@ -46,6 +47,8 @@ def test_rows(tmp_path):
     config = config_of([{"reward.lambda_d": 0.0}, {"reward.lambda_d": 0.5}], tmp_path, seeds=(0, 1))
     rows = rows_of(config, tmp_path)
     assert [row.name for row in rows] == [f"lambda_d={d},seed={s}" for d in (0.0, 0.5) for s in (0, 1)]
+    labelled = config_of([{"label": "a/b", "train.steps": 3}], tmp_path)
+    assert [row.name for row in rows_of(labelled, tmp_path)] == ["a_b,seed=0"]
     for points, match in (
         ([{"reward.lambda_x": 1.0}], r"sets reward.lambda_x"),
         ([{"train.steps": "many"}], r"sets train.steps to 'many'"),
@@ -70,6 +73,24 @@ def test_table4_has_the_papers_seven_settings():
     assert columns["2wikimultihopqa turns, sampled"]["paper"][4] == 2.96  # lambda_s = 0
     assert full.base.evaluation.sampled and columns["hotpotqa EM %"]["evaluation"] == "final"
     assert full.base.model.path == "models/Qwen2.5-7B-Instruct"
+
+
+def test_table3_evaluates_two_models_in_three_ways():
+    config = table3.get_config("instruct,search_r1=runs/a,parallel=runs/b")
+    points = json.loads(config.sweep.points)
+    assert [(p["label"], p["model.path"], p["protocol.name"]) for p in points] == [
+        ("Search-R1", "runs/a", "search_r1"),
+        ("Search-R1 + parallel prompt", "runs/a", "parallel"),
+        ("ParallelSearch", "runs/b", "parallel"),
+    ]
+    assert config.base.data.test == "hotpotqa/dev:parallel,2wikimultihopqa/dev:parallel" and not config.base.train.steps
+    columns = {c["heading"]: c for c in config.table.to_dict()["columns"]}
+    assert columns["hotpotqa DR %, sampled"]["paper"] == (None, 83.20, 94.30)
+    assert columns["2wikimultihopqa turns, sampled"]["paper"] == (3.05, 2.64, 2.03)
+    multihop = {c["heading"]: c for c in table3.get_config("multihop").table.to_dict()["columns"]}
+    assert multihop["multihop_rag EM %, sampled"]["paper"] == (56.9, 59.8, 57.3)
+    for arg in ("tiny", "multihop", None):
+        rows_of(table3.get_config(arg), Path("x"))
 
 
 def fake_runs(tmp_path, values):
@@ -104,6 +125,14 @@ def test_table(tmp_path):
         ("EM %", 50.0, "50.0"), ("EM %", 70.0, "50.0"), ("turns", 2.0, ""),
     ]  # fmt: skip
     assert (tmp_path / "table.png").stat().st_size > 1000
+    named = [({**point, "label": f"at {point['reward.lambda_d']}"}, path) for point, path in runs]
+    columns = [COLUMNS[1] | {"heading": "calls %", "relative": True, "digits": 0}]
+    assert write_tables(tmp_path, TABLE | {"columns": columns}, named).splitlines()[2:6] == [
+        "| label | seeds | calls % |",
+        "|---|---|---|",
+        "| at 0.0 | 2 | 100 (80 to 120) |",
+        "| at 0.5 | 1 | 160 |",
+    ]
     columns = [{"heading": "x", "subset": "hotpotqa", "metric": "em"}]
     with pytest.raises(UserError, match=r"asks for 'hotpotqa' of 'final'; the results have final: all, parallel"):
         write_tables(tmp_path, TABLE | {"columns": columns}, runs)
