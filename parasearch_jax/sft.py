@@ -62,6 +62,11 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
         resume.check_hosts(resume.describe(config))
         preflight(config)
         protocol = get_protocol(config.protocol.name, **overrides(config.protocol))
+        if protocol.documents_first:
+            raise UserError(
+                f"protocol {protocol.name!r} has documents in its prompt, which stored episodes are not put into: learn "
+                "from episodes of another protocol"
+            )
         held_out = load_held_out(config)
         records = read_stored(config.data.episodes) if steps else []
         _check_settings(config, records, held_out, profile)

@@ -213,6 +213,10 @@ BAD = {
     "samples": ({"algorithm.samples": 8}, "algorithm.samples is 8, which sft has not"),
     "a KL": ({"learner.kl_coef": 0.1}, "kl_coef is 0.1, which a supervised loss has not"),
     "a measure that is none": ({"train.best": "loss"}, "train.best is 'loss'"),
+    "documents in the prompt": (
+        {"protocol.name": "rag", "protocol.prompt": "{documents}{question}"},
+        "protocol 'rag' has documents in its prompt",
+    ),
     "a profile of no step": ({"profile": 9}, "--profile is 9"),
 }
 
