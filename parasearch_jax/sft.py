@@ -64,8 +64,8 @@ def finetune(config: ConfigDict, workdir: str | Path | None = None, profile: int
         protocol = get_protocol(config.protocol.name, **overrides(config.protocol))
         if protocol.documents_first:
             raise UserError(
-                f"protocol {protocol.name!r} has documents in its prompt, into which no stored ones are put: learn from "
-                "episodes of another protocol"
+                f"protocol {protocol.name!r} has documents in its prompt, into which no stored ones are put: learn "
+                "from episodes of another protocol"
             )
         held_out = load_held_out(config)
         records = read_stored(config.data.episodes) if steps else []
