@@ -29,7 +29,7 @@ def executed(name: str, tmp_path: Path, monkeypatch, expression: str):
     notebook = nbformat.read(FOLDER / name, as_version=4)
     last = f"import json\nprint(json.dumps({expression}, default=float))"
     notebook.cells.append(nbformat.v4.new_code_cell(last))
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(notebook, timeout=900, startup_timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
     return notebook, json.loads(notebook.cells[-1].outputs[-1].text)
 
 
