@@ -48,8 +48,9 @@ details { margin: 2px 0; } summary { cursor: pointer; font-size: 13px; color: #5
 table { border-collapse: collapse; margin-top: 8px; font-size: 13px; } td { padding: 1px 12px 1px 0; }
 td + td { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 tr.total td { border-top: 1px solid #8a909a; }
+@media (max-width: 800px), (max-height: 600px) { .bar { position: static; } }
 @media (max-width: 800px) {
-  .pair.two { grid-template-columns: minmax(0, 1fr); gap: 12px; } .bar { position: static; }
+  .pair.two { grid-template-columns: minmax(0, 1fr); gap: 12px; }
   .two .episode { border-left: 3px solid #c9cdd3; padding-left: 10px; } .label { min-width: 100%; }
 }
 """
@@ -196,7 +197,11 @@ def _note(pairs: Sequence[Pair], shown: int, per_kind: int, too_large: int) -> s
     counts = Counter(token for pair in pairs for token in _results(pair))
     changed = counts["gained"] + counts["lost"]
     text = f"Shown: {shown} of {len(pairs)}, at most {per_kind} of each kind"
-    text += ", first such as turned right or wrong (up to half). " if changed and shown < len(pairs) else ". "
+    text += (
+        "; up to half of them are there because the answer turned right or wrong. "
+        if changed and shown < len(pairs)
+        else ". "
+    )
     if too_large:
         text += f"For {too_large} more the page has no room. "
     if changed:

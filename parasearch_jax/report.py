@@ -262,7 +262,8 @@ def _draw_evaluation(folder: Path, evals: Mapping[str, Mapping]) -> Path | None:
         crowded = {"rotation": 20, "ha": "right"} if len(subsets) > 6 else {}
         ax.set_xticks(range(len(subsets)), subsets, **crowded)
     axes[-1].set_xlabel("")
-    axes[0].set_title("Evaluation, 95 % intervals", loc="left")
+    known = any(row.get(f"{column[0]}_ci") for column in columns for _, rows in sides for row in rows.values())
+    axes[0].set_title("Evaluation, 95 % intervals" if known else "Evaluation", loc="left")
     if len(sides) == 2:
         axes[0].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return save(figure, folder / "evaluation.png")
