@@ -106,19 +106,18 @@ def episodes_html(
     after: Sequence[Mapping],
     per_kind: int = 30,
     name: str = "",
-    max_bytes: int = MAX_BYTES,
 ) -> str:
     """One self-contained page: for each question its episode before and after training, side by side.
 
     Records as `writers.episode_record` has them; an evaluation alone has no `before`. What is masked and what is a
     query comes from the segments' sources and the actions' spans. All text is escaped, and the page's own policy
     (Content-Security-Policy) lets neither a script but ours run nor anything be loaded. At most `per_kind` questions a
-    kind and `max_bytes` bytes are shown; what is left out is told.
+    kind and MAX_BYTES bytes are shown; what is left out is told.
     """
     pairs = _pairs(before, after)
     both = bool(before) and bool(after)
     title = escape(f"{name}: " if name else "") + ("Episodes before and after training" if both else "Episodes")
-    room = max_bytes - len(STYLE + SCRIPT) - 8_000  # what stands around the questions
+    room = MAX_BYTES - len(STYLE + SCRIPT) - 8_000  # what stands around the questions
     shown, too_large = _fill(pairs, per_kind, room, both)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -197,11 +196,9 @@ def _note(pairs: Sequence[Pair], shown: int, per_kind: int, too_large: int) -> s
     counts = Counter(token for pair in pairs for token in _results(pair))
     changed = counts["gained"] + counts["lost"]
     text = f"Shown: {shown} of {len(pairs)}, at most {per_kind} of each kind"
-    text += (
-        "; up to half of them are there because the answer turned right or wrong. "
-        if changed and shown < len(pairs)
-        else ". "
-    )
+    if changed and shown < len(pairs):
+        text += "; up to half of them are there because the answer turned right or wrong"
+    text += ". "
     if too_large:
         text += f"For {too_large} more the page has no room. "
     if changed:
@@ -271,7 +268,7 @@ def _question_html(pair: Pair, both: bool) -> str:
     data = {"kind": kind, "result": " ".join(_results(pair)), "split": " ".join(_splits(pair))}
     attributes = "".join(f' data-{name}="{value}"' for name, value in data.items())
     sample = f"sample {question['sample']}" if question.get("sample") else ""
-    about = as_text(" · ".join(filter(None, (question.get("dataset", ""), question["id"], sample))))
+    about = as_text(" · ".join(filter(None, (question.get("dataset", ""), str(question["id"]), sample))))
     gold = as_text(" | ".join(question.get("golden_answers", ())))
     sides = [episode_html(side, record) for side, record in zip(("before", "after"), pair, strict=True)]
     if not both:
