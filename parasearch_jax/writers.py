@@ -165,7 +165,9 @@ def episode_record(
 ) -> dict:
     """One episode as episodes/*.jsonl holds it: what was said, by whom, and what it earned.
 
-    `actions` keep their spans, so that a reader marks queries by provenance and need not search the text for tags.
+    `actions` keep their spans, so that a reader marks queries by provenance and need not search the text for tags;
+    `tags` are those of the protocol, {"search": [opening, closing], ...}. `extra` are the segments of each model call
+    beside the episode's turns.
     `ids=True` adds the token ids and the sampler's log-probs of each segment.
     """
     return {
@@ -186,6 +188,8 @@ def episode_record(
         "total": float(sum(parts.values())) if parts else None,
         "dropped_queries": episode.dropped_queries,
         "failed_searches": episode.failed_searches,
+        "tags": {kind: list(pair) for kind, pair in episode.protocol.tags().items()} if episode.protocol else {},
+        "extra": [[_segment_record(segment, ids) for segment in call.segments] for call in episode.extra],
     }
 
 
