@@ -15,9 +15,11 @@ from parasearch_jax import hosts
 from parasearch_jax.data import Question, load_question_sets
 from parasearch_jax.data.answers import Metric, answer_metrics
 from parasearch_jax.data.statistics import ratio_intervals
+from parasearch_jax.errors import UserError
 from parasearch_jax.protocol import Protocol
 from parasearch_jax.resume import Sigterm
 from parasearch_jax.retrieval import Retriever
+from parasearch_jax.rewards import Reward
 from parasearch_jax.rewards.format import valid_by_provenance
 from parasearch_jax.rollout import Engine, Episode
 from parasearch_jax.workdir import Workdir
@@ -72,7 +74,7 @@ def due_evaluations(step: int, config: ConfigDict) -> list[tuple[str, str]]:
 
 
 class Evaluations:
-    """Those of a run, by name in `found`."""
+    """Those of a run, by name in `found`. With a `reward` their stored episodes have its parts."""
 
     def __init__(
         self,
@@ -84,7 +86,9 @@ class Evaluations:
         work: Workdir,
         console: Console,
         sigterm: Sigterm,
+        reward: Reward | None = None,
     ):
+        self._reward = reward
         self._config, self._held_out, self._asked = config, held_out, (engine, protocol, retriever)
         self._work, self._console, self._sigterm = work, console, sigterm
         self.found: dict[str, Subsets | None] = {}
@@ -106,11 +110,23 @@ class Evaluations:
         retriever.pop_stats()
         em = answer_metrics(normalizer)["em"]
         exact = [em(e.answer, q.golden_answers) for e, q in zip(episodes, questions, strict=True)]
-        self._work.write_episodes(name, episodes, questions, em=exact)
+        self._work.write_episodes(name, episodes, questions, self._parts(episodes, questions), exact)
         self._work.write_evaluation(name, subsets)
         share = 100 * subsets["all"]["em"]
         self._console.print(f"{name} evaluation: EM {share:.1f} % of {len(questions)} questions")
         return subsets
+
+    def _parts(self, episodes: Sequence[Episode], questions: Sequence[Question]) -> list[dict] | None:
+        """The reward's parts of each episode; None where it can't judge these: it looks at groups, or at what these
+        questions have not."""
+        if self._reward is None or self._reward.entry.group:
+            return None
+        try:
+            self._reward.check(questions)
+            return [self._reward(episode, question)[0] for episode, question in zip(episodes, questions, strict=True)]
+        except UserError as error:
+            self._console.print(f"evaluated episodes are stored without reward parts: {str(error).splitlines()[0]}")
+            return None
 
 
 def summarize(

@@ -133,5 +133,6 @@ def _plot(path: Path, columns: Sequence[Column], rows: Sequence[tuple[Mapping, S
             if cell.paper is not None:
                 ax.plot([place], [cell.paper], "x", color=COLORS[1])
         ax.set_title(column.heading, loc="left", fontsize=10)
+        ax.set_xlabel("")
         ax.set_xticks(range(len(labels)), labels if i == len(columns) - 1 else [], rotation=20, ha="right", fontsize=8)
     save(figure, path)

@@ -109,7 +109,8 @@ def train(
         guard = Guard(GuardConfig(**config.guard), algorithm.samples, algorithm.updates, work.metrics())
         stack.enter_context(console)
         sigterm = stack.enter_context(resume.Sigterm())
-        evaluations = Evaluations(config, held_out, engine, protocol, retriever, work, console, sigterm)
+        judge = reward if reward_fn is None else None  # a function of one's own may count its calls
+        evaluations = Evaluations(config, held_out, engine, protocol, retriever, work, console, sigterm, judge)
 
         try:
             for step in dict.fromkeys((0, start)):

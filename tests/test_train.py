@@ -96,7 +96,9 @@ def test_episodes_are_in_order_and_carry_the_version_of_the_weights(run):
     first, second = (read_episodes(workdir / "episodes" / f"step_{i:06d}.jsonl") for i in (1, 2))
     assert [record["sample"] for record in first] == [0, 1, 2, 3] * 2
     assert {record["version"] for record in first} == {0} and {record["version"] for record in second} == {1}
-    assert len(read_episodes(workdir / "episodes" / "final.jsonl")) == 12
+    final = read_episodes(workdir / "episodes" / "final.jsonl")
+    assert len(final) == 12  # those of an evaluation have the reward's parts too
+    assert all(set(r["parts"]) == {"outcome", "decomposition", "search_count", "format"} for r in final)
 
 
 def test_checkpoint_and_model_are_the_trained_weights(run):
