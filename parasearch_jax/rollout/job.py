@@ -260,7 +260,7 @@ class Job:
         elif len(failed) == len(results):
             self._append(slot, self._notice(self.protocol.failed()))
         elif self.protocol.distil:
-            self._distil(run, "".join(blocks))
+            self._distil(slot, "".join(blocks))
         else:
             self._append(slot, self._observation(blocks))
 
@@ -301,18 +301,22 @@ class Job:
             )
         self._feed(slot, segments)
 
-    def _distil(self, run: Run, documents: str) -> None:
-        """Starts the extra call that reads the documents of a run's last search."""
+    def _distil(self, slot: int, documents: str) -> None:
+        """Starts the extra call that reads the documents of a run's last search. One that is too long to be made brings
+        the notice of a failed search."""
+        run = self.slots.runs[slot]
         episode = run.episode
         said = "".join(segment.text for segment in episode.segments if segment.source == "policy")
         asked = self.protocol.distil_prompt(said, " ".join(episode.actions[-1].queries), documents)
         text = self.protocol.render_extra(self.engine.tokenizer, asked)
         prompt = text, self.engine.encode(text)
+        if len(prompt[1]) >= self.config.max_total_tokens:
+            log.warning("question %s: an extra call of %d tokens is not made", episode.question_id, len(prompt[1]))
+            self.engine.count("calls/too_long")
+            return self._append(slot, self._notice(self.protocol.failed()))
         key = zlib.crc32(f"{run.key}\nextra {episode.turns}".encode())
         extra = Episode(question_id=episode.question_id, sample=episode.sample)
-        call = Run(extra, prompt, key, run.sampling, parent=run)
-        self.engine.check_prompt(call)
-        self.slots.add_extra(call)
+        self.slots.add_extra(Run(extra, prompt, key, run.sampling, parent=run))
         self.engine.count("calls/extra")
 
     def _distilled(self, slot: int, text: str, reason: str) -> None:

@@ -353,6 +353,14 @@ def test_a_failed_search_needs_no_extra_call():
     )
 
 
+def test_an_extra_call_that_is_too_long_is_no_end():
+    case = dataclasses.replace(CASES["search_o1"], changes={"max_total_tokens": 340})
+    (episode,), stats = run(case, Fake())
+    assert (stats["calls/too_long"], stats.get("calls/extra", 0)) == (1, 0) and not episode.extra
+    assert [s.source for s in episode.segments][:4] == ["prompt", "policy", "notice", "policy"]
+    assert "The search failed." in episode.segments[2].text and episode.answer == "\\text{c}"
+
+
 def test_an_agent_that_never_searches_needs_no_retriever():
     nothing = open_retriever({"kind": "none"})
     (episode,), _ = run(CASES["direct"], nothing)
