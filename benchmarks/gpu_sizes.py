@@ -156,7 +156,7 @@ def plan_run(cfg: DecoderConfig, sizes: Sizes, rows: int) -> Run:
         rollout=RolloutConfig(slots=sizes.slots, max_total_tokens=sizes.window, chunk=sizes.steps),
         tokens=sizes.tokens,
         steps=1,
-        corpus=Corpus(None, None, None, False, ""),
+        corpus=Corpus(None, None, None, 0, False, ""),
         device=DEVICES["h100"],  # of which bytes and operations know nothing
         host_gib=0.0,
     )

@@ -303,7 +303,7 @@ def test_open_takes_a_config_dict(corpus):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "remot"}, "kind is 'remot'; known: local, remote"),
+        ({"kind": "remot"}, "kind is 'remot'; known: local, none, remote"),
         ({"kind": None}, "kind is None; known: local"),
         ({"encoder": "e6"}, "encoder is 'e6'; known: hashed"),
         ({"dimm": 3}, "'dimm'; known: kind, corpus, encoder, topk, dim,"),
