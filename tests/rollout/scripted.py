@@ -59,13 +59,16 @@ def byte_tokenizer(pieces=()):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
-def scripted_model(scripts):
-    """scripts {marker: [turn: [piece, ..]]}; a piece is str, bytes, END or LOOP."""
+def scripted_model(scripts, size=0, width=0):
+    """scripts {marker: [turn: [piece, ..]]}; a piece is str, bytes, END or LOOP.
+
+    At least `size` rows and `width` units, so that models of several scripts share their programs.
+    """
     turns = [turn for script in scripts.values() for turn in script]
     pieces = [p for turn in turns for p in turn if p is not LOOP and p != END]
     tokenizer = byte_tokenizer(pieces)
     known = {piece: 257 + i for i, piece in enumerate(pieces)} | {END: 0}
-    V, H = len(tokenizer), 2 * (len(turns) + len(scripts))
+    V, H = max(size, len(tokenizer)), max(width, 2 * (len(turns) + len(scripts)))
     cfg = DecoderConfig(
         vocab_size=V,
         hidden_size=V + H,  # the token itself, then the bag of markers

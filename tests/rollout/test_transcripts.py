@@ -15,7 +15,7 @@ from parasearch_jax.retrieval import open_retriever
 from parasearch_jax.rollout import Answer, Engine, Episode, Invalid, Search
 from parasearch_jax.toy.tokenizer import END
 
-LIMITS = dict(slots=4, chunk=4, max_turns=3, max_turn_tokens=40, max_total_tokens=512, observation_tokens=200, topk=1)
+LIMITS = dict(slots=4, chunk=4, max_turns=3, max_turn_tokens=40, max_total_tokens=1024, observation_tokens=200, topk=1)
 
 
 @dataclasses.dataclass
@@ -183,7 +183,6 @@ CASES = {
         actions=[Search, Invalid, Answer],
         answer="\\text{c}",
         extra=[["reading. Final Information", ": it is c", END]],
-        changes={"max_total_tokens": 1024},
     ),
     "search_o1, searches used up": Case(
         "search_o1",
@@ -209,7 +208,7 @@ CASES = {
         actions=[Search] * 5 + [Invalid, Answer],
         answer="c",
         extra=[["Final Information", "**: it is c", END]],
-        changes={"max_turns": 14, "max_total_tokens": 1024},
+        changes={"max_turns": 14},
         kind="single",
     ),
     "self_ask": Case(
@@ -299,7 +298,8 @@ def test_every_protocol_has_a_transcript():
 
 def run(case, retriever, slots=4, questions=1):
     scripts = {"Z": case.turns} | ({"Q": case.extra} if case.extra else {})
-    engine = Engine(scripted_model(scripts), **(LIMITS | case.changes | {"slots": slots}))
+    model = scripted_model(scripts, size=300, width=40)
+    engine = Engine(model, **(LIMITS | case.changes | {"slots": slots}))
     protocol = get_protocol(case.protocol, prompt=case.prompt)
     try:
         asked = [Question(str(i), "Z", ["c"], kind=case.kind) for i in range(questions)]
