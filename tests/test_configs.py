@@ -26,7 +26,8 @@ from parasearch_jax.train import overrides
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
-NEEDED = {"smollm2": "corpus=c.jsonl,questions=q.jsonl"}  # arguments that a configuration can't do without
+# Arguments that a configuration can't do without.
+NEEDED = {"smollm2": "corpus=c.jsonl,questions=q.jsonl", "table2": "parallel=runs/a"}
 VARIANTS = [
     *[(name, None) for name in NAMES],
     *[(name, arg) for name in ("parallel_base", "parallel_grpo") for arg in ("released", "instruct,eval", "seed=3")],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import parallel_tiny
 import pytest
+import table2
 import table3
 import table4
 
@@ -91,6 +92,24 @@ def test_table3_evaluates_two_models_in_three_ways():
     assert multihop["multihop_rag EM %, sampled"]["paper"] == (56.9, 59.8, 57.3)
     for arg in ("tiny", "multihop", None):
         rows_of(table3.get_config(arg), Path("x"))
+
+
+def test_table2_has_a_row_for_every_model_given():
+    config = table2.get_config("search_r1=runs/a,r1=runs/c,parallel=runs/b")
+    points = json.loads(config.sweep.points)
+    assert [(p["label"], p["model.path"], p["protocol.name"]) for p in points] == [
+        ("R1", "runs/c", "no_search"),
+        ("Search-R1", "runs/a", "search_r1"),
+        ("ParallelSearch", "runs/b", "parallel"),
+    ]
+    columns = {c["heading"]: c for c in config.table.to_dict()["columns"]}
+    assert columns["nq, sampled"]["paper"] == (29.7, 48.8, 49.2)
+    assert columns["bamboogle, sampled"]["paper"] == (29.6, 40.3, 46.8) and columns["nq"]["paper"] == ()
+    for model, mean in (("instruct", 42.57), ("base", 45.87)):  # of ParallelSearch's rows
+        assert sum(table2.PAPER[model]["parallel"]) / 7 == pytest.approx(mean, abs=0.01)
+    assert len(rows_of(config, Path("x"))) == 3 and len(rows_of(table2.get_config("tiny"), Path("x"))) == 6
+    with pytest.raises(UserError, match="give a model for an agent"):
+        table2.get_config()
 
 
 def fake_runs(tmp_path, values):
