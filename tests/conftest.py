@@ -1,6 +1,7 @@
 """What holds for every test: JAX on four CPU devices, and the way to the golden files."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -34,3 +35,16 @@ def golden():
         return found
 
     return path
+
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Compiled programs are memory maps, of which Linux gives a process 65,530; one more and XLA crashes. So those of
+    earlier modules go in time; what is needed again comes from the cache on the disk."""
+    yield
+    if MAPS.exists() and len(MAPS.read_text().splitlines()) > 25_000:
+        jax.clear_caches()
+        gc.collect()
