@@ -42,8 +42,8 @@ MAPS = Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Compiled programs are memory maps, of which Linux gives a process 65,530; one more and XLA crashes. So those of
-    earlier modules go in time; what is needed again comes from the cache on the disk."""
+    """Compiled programs are memory maps, of which Linux gives a process 65,530; many tests in one process come near. So
+    those of earlier modules go in time; what is needed again comes from the cache on the disk."""
     yield
     if MAPS.exists() and len(MAPS.read_text().splitlines()) > 25_000:
         jax.clear_caches()
