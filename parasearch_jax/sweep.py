@@ -9,24 +9,23 @@ Each run is a process of its own with a work directory under the sweep's, so one
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from parasearch_jax.errors import UserError
+from parasearch_jax.resume import Sigterm
 from parasearch_jax.tables import write_tables
 from parasearch_jax.writers import write_json
 
@@ -132,8 +131,8 @@ def sweep(config: ConfigDict, workdir: str | Path) -> list[Row]:
     work.mkdir(parents=True, exist_ok=True)
     _check_same(config, work)
     if left := [row for row in rows if not row.finished]:
-        with _children_end() as children:
-            _run_all(config, work, left, children)
+        with Sigterm() as sigterm, sigterm.interrupts():
+            _run_all(config, work, left)
     failed = [row for row in rows if not row.finished]
     if len(failed) < len(rows):
         print(write_tables(work, config.table.to_dict(), [(row.point, row.path) for row in rows if row.finished]))
@@ -143,8 +142,10 @@ def sweep(config: ConfigDict, workdir: str | Path) -> list[Row]:
     return rows
 
 
-def _run_all(config: ConfigDict, work: Path, rows: Sequence[Row], children: set) -> None:
-    initial = _share_initial(config, work, children)
+def _run_all(config: ConfigDict, work: Path, rows: Sequence[Row]) -> None:
+    """Runs the rows. When this process is to end (Ctrl-C, SIGTERM) no other row begins, and those under way save and
+    end."""
+    initial, children = _share_initial(config, work), set()
     for row in rows:
         settings = _configured(config.base, row.point, row.seed, f"{config.name},{row.name}")
         write_json(row.path / ROW, json.loads(settings.to_json_best_effort()))
@@ -157,10 +158,16 @@ def _run_all(config: ConfigDict, work: Path, rows: Sequence[Row], children: set)
     start, jobs = time.perf_counter(), len(rows) if cluster else config.sweep.jobs
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         runs = {pool.submit(run, row): row for row in rows}
-        for done, future in enumerate(concurrent.futures.as_completed(runs), 1):
-            row, fault = runs[future], future.exception()
-            told = "finished" if row.finished else f"FAILED: {fault or _last_line(row)}"
-            print(f"{done}/{len(rows)} {row.name}: {told}, {time.perf_counter() - start:.0f} s", flush=True)
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(runs), 1):
+                row, fault = runs[future], future.exception()
+                told = "finished" if row.finished else f"FAILED: {fault or _last_line(row)}"
+                print(f"{done}/{len(rows)} {row.name}: {told}, {time.perf_counter() - start:.0f} s", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # first: a row that ends would make room for the next
+            for child in list(children):
+                child.terminate()
+            raise
 
 
 def _configured(base: ConfigDict, point: Point, seed: int, name: str) -> ConfigDict:
@@ -195,7 +202,7 @@ def _check_same(config: ConfigDict, work: Path) -> None:
     write_json(path, {"base": base, "points": points, "seeds": list(config.sweep.seeds)})
 
 
-def _share_initial(config: ConfigDict, work: Path, children: set) -> dict[Path, str]:
+def _share_initial(config: ConfigDict, work: Path) -> dict[Path, str]:
     """{file: where a row has it} of the evaluation before training, made once; none if the points change the model, the
     data or the rollout."""
     points = json.loads(config.sweep.points)
@@ -210,7 +217,7 @@ def _share_initial(config: ConfigDict, work: Path, children: set) -> dict[Path, 
         settings.train.steps = 0
         write_json(path / ROW, json.loads(settings.to_json_best_effort()))
         print("the evaluation before training, which all rows share", flush=True)
-        _run_here(path, children)
+        _run_here(path, set())
         if not (path / "results.json").exists():
             row = Row({}, 0, path)
             raise UserError(f"the evaluation before training failed: {_last_line(row)} ({path / LOG})")
@@ -229,8 +236,14 @@ def _run_here(path: Path, children: set) -> None:
         command = [sys.executable, "-m", "parasearch_jax.sweep", str(path)]
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         children.add(child)
-        child.wait()
-        children.discard(child)
+        try:
+            child.wait()
+        except BaseException:  # in the main thread; what waits in another one is ended by `_run_all`
+            child.terminate()
+            child.wait()
+            raise
+        finally:
+            children.discard(child)
 
 
 def _submit(cluster: Mapping[str, Any], work: Path) -> Callable[[Row], None]:
@@ -252,27 +265,6 @@ def _submit(cluster: Mapping[str, Any], work: Path) -> Callable[[Row], None]:
             (row.path / LOG).write_text((job.stdout() or "") + (job.stderr() or ""), encoding="utf-8")
 
     return run
-
-
-@contextlib.contextmanager
-def _children_end() -> Iterator[set]:
-    """The set of processes that are under way. When this one is to end (Ctrl-C, SIGTERM) so do they: each saves."""
-    children: set[subprocess.Popen] = set()
-
-    def end(*_):
-        raise SystemExit(128 + signal.SIGTERM)
-
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, end) if main else None
-    try:
-        yield children
-    finally:
-        for child in list(children):
-            child.terminate()
-        for child in list(children):
-            child.wait()
-        if main:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _last_line(row: Row) -> str:

@@ -231,6 +231,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     first.send_signal(signal.SIGTERM)
     out, _ = first.communicate(timeout=120)
     assert first.returncode == 128 + signal.SIGTERM, out
+    assert not list((tmp_path / "work").glob("lambda*/results.json")), "rows ran on behind the signal"
     found = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
     assert [pid for pid in found if int(pid) != os.getpid()] == []
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
